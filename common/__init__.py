@@ -1,0 +1,1 @@
+"""What every package needs and none owns. Nothing here imports torch."""

@@ -1,0 +1,16 @@
+"""The one exception that is the user's to mend."""
+
+from __future__ import annotations
+
+EXIT_BAD_INPUT = 2
+
+
+class UserError(Exception):
+    """Bad input: what is wrong, where, and what to do, in one line.
+
+    Every command turns it into that line on standard error and exit code 2. It is deliberately no `ValueError`:
+    pydantic would swallow one that is raised inside a validator and reword it.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(" ".join(message.split()))

@@ -1,0 +1,26 @@
+"""Logging that tells ranks apart. Numbers go to `metrics.jsonl`; this is for people."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+
+_NAME = "gramian"
+
+
+def get_logger() -> logging.Logger:
+    """The project's logger: plain on rank 0; other ranks give their number and speak from warnings on."""
+    return logging.getLogger(_NAME)
+
+
+def setup_logging() -> None:
+    """Send the project's log to standard error, prefixed with the rank where there are several (env `RANK`)."""
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    handler = logging.StreamHandler(sys.stderr)
+    prefix = f"[rank {rank}] " if world > 1 and rank > 0 else ""
+    handler.setFormatter(logging.Formatter(f"{prefix}%(message)s"))
+    logger = get_logger()
+    logger.handlers[:] = [handler]
+    logger.propagate = False
+    logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)

@@ -1,0 +1,51 @@
+"""What a finished run tells: its sample, where things are, and how to go on."""
+
+from __future__ import annotations
+
+from common.files import atomic_write
+from trainer.config import TrainingConfig
+from trainer.rundir import RunDirectory, find_checkpoint
+
+SAMPLE_TOKENS = 128
+
+
+def is_finished(config: TrainingConfig, run: RunDirectory) -> bool:
+    """Whether a committed checkpoint of the run has all the steps that the config asks for."""
+    committed = run.committed()
+    return bool(committed) and committed[-1] >= config.train.steps
+
+
+def finish_run(config: TrainingConfig, run: RunDirectory) -> None:
+    """Write a sample of the trained model, if the config asks for one, and print the summary."""
+    if config.train.sample_prompt is not None:
+        from trainer.generate import generate
+
+        checkpoint = find_checkpoint(run.path)
+        text = generate(checkpoint, config.train.sample_prompt, SAMPLE_TOKENS, 0.8, 50, config.run.seed)
+        atomic_write(run.sample_file, text)
+    print_summary(config, run)
+
+
+def print_summary(config: TrainingConfig, run: RunDirectory) -> None:
+    """Print the sample, the places of the results and what to try next."""
+    if run.sample_file.exists():
+        print(f"\nsample\n------\n{run.sample_file.read_text(encoding='utf-8')}\n------")
+    evaluations = [row for row in run.read_metrics() if "eval_loss" in row]
+    if evaluations:
+        last = evaluations[-1]
+        print(
+            f"\nheld-out loss {last['eval_loss']:.4f} nats per token, "
+            f"{last['eval_bits_per_byte']:.4f} bits per byte at step {last['step']}"
+        )
+    print(f"checkpoint    {find_checkpoint(run.path)}")
+    print(f"metrics       {run.metrics_file}")
+    print(f"try           gramian generate {run.path} --prompt 'class '", flush=True)
+
+
+def print_ways_on(config: TrainingConfig, run: RunDirectory) -> None:
+    """Say that the run is done, and the two ways on."""
+    step = run.committed()[-1]
+    print(f"run '{config.run.name}' is finished: {step} steps are done and {config.train.steps} were asked for")
+    print_summary(config, run)
+    print(f"go on         with more steps:      train.steps={2 * step}")
+    print(f"              or under a new name:  run.name={config.run.name}-2", flush=True)

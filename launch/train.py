@@ -1,0 +1,49 @@
+"""`gramian train`: check everything that can be checked, prepare the corpus, then start the workers."""
+
+from __future__ import annotations
+
+import os
+
+from launch import worker
+from launch.finish import is_finished, print_ways_on
+from trainer.config import load_config
+from trainer.layout import plan_layout
+from trainer.rundir import run_directory
+
+
+def run_train(config_path: str, overrides: list[str], nproc: int | None, dry_run: bool) -> None:
+    """Train `config_path` on `nproc` processes of this machine; inside torchrun, be one of its workers."""
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ and not dry_run:
+        worker.run(config_path, overrides)
+        return
+    config = load_config(config_path, overrides)
+    nproc = nproc or _default_processes()
+    layout = plan_layout(config, nproc)
+    if dry_run:
+        from launch.dryrun import print_plan
+
+        print_plan(config, layout)
+        return
+    run = run_directory(config)
+    run.check_config(config)
+    if is_finished(config, run):
+        print_ways_on(config, run)
+        return
+
+    from data.prepare import prepare
+
+    prepare(config.data, show_progress=True)
+    if nproc == 1:
+        worker.run(config_path, overrides)
+        return
+
+    from launch.local import start_workers
+
+    start_workers(config, config_path, overrides, nproc)
+
+
+def _default_processes() -> int:
+    """One per GPU, or one on the CPU."""
+    import torch
+
+    return max(1, torch.cuda.device_count())

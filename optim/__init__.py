@@ -1,0 +1,1 @@
+"""Optimizers and schedules. They know tensors and DTensors, and no trainer."""

@@ -1,0 +1,101 @@
+"""From named parameters and their roles to a `torch.optim` optimizer whose state exists from the start."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from common.errors import UserError
+from optim.config import OptimConfig
+
+_CLASSES: dict[str, type[Optimizer]] = {
+    "adamw": torch.optim.AdamW,
+    "adam": torch.optim.Adam,
+    "sgd": torch.optim.SGD,
+    "adagrad": torch.optim.Adagrad,
+    "rmsprop": torch.optim.RMSprop,
+}
+# The state tensors of each optimizer, shaped like the parameter. Adagrad makes its own in its constructor.
+_MOMENTS = {
+    "adamw": ("exp_avg", "exp_avg_sq"),
+    "adam": ("exp_avg", "exp_avg_sq"),
+    "sgd": ("momentum_buffer",),
+    "adagrad": (),
+    "rmsprop": ("square_avg", "momentum_buffer"),
+}
+
+
+def parameter_groups(
+    parameters: Mapping[str, Tensor], roles: Mapping[str, Mapping[str, Any]], config: OptimConfig
+) -> list[dict[str, Any]]:
+    """One optimizer group per role that occurs, with its names, learning-rate factor and weight decay.
+
+    Raises:
+        UserError: a parameter that the model gave no role (rule 6: never guess from the shape).
+    """
+    names_of: dict[str, list[str]] = {}
+    for name in parameters:
+        if name not in roles:
+            raise UserError(f"parameter '{name}' has no role; the model must declare it in parameter_roles()")
+        names_of.setdefault(roles[name]["role"], []).append(name)
+    return [
+        {
+            "params": [parameters[name] for name in names],
+            "names": names,
+            "role": role,
+            "lr": config.lr * config.lr_scale_of(role),
+            "lr_scale": config.lr_scale_of(role),
+            "weight_decay": config.weight_decay_of(role),
+        }
+        for role, names in names_of.items()
+    ]
+
+
+def build_optimizer(
+    parameters: Mapping[str, Tensor], roles: Mapping[str, Mapping[str, Any]], config: OptimConfig
+) -> Optimizer:
+    """Make the optimizer, with its state, so that a checkpoint can be read into it before any step.
+
+    Args:
+        parameters: name to parameter, plain or DTensor; fp32 master weights.
+        roles: name to `{"role": ..., ...}` as the model declares them.
+    """
+    groups = parameter_groups(parameters, roles, config)
+    # torch's fused kernels round differently in a tensor's last elements, so a shard would not equal its part of the
+    # whole, bit for bit; the foreach kernels do.
+    optimizer = _CLASSES[config.name](groups, lr=config.lr, foreach=True, **config.options())  # type: ignore[call-arg]
+    _create_state(optimizer, config)
+    return optimizer
+
+
+def set_lr(optimizer: Optimizer, lr: float) -> None:
+    """Set the learning rate of every group to `lr` times the factor of its role."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group["lr_scale"]
+
+
+def named_state(optimizer: Optimizer) -> dict[str, Tensor]:
+    """Every state tensor as `{parameter name}.{state name}`; views of the live state, at least one-dimensional."""
+    result: dict[str, Tensor] = {}
+    for group in optimizer.param_groups:
+        for name, parameter in zip(group["names"], group["params"], strict=True):
+            for key, value in sorted(optimizer.state[parameter].items()):
+                result[f"{name}.{key}"] = value if value.ndim else value.view(1)
+    return result
+
+
+def _create_state(optimizer: Optimizer, config: OptimConfig) -> None:
+    """Fill in the state that `torch.optim` would make lazily: zeros, which give the same first step bit for bit."""
+    momentum = config.options().get("momentum")
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            state = optimizer.state[parameter]
+            for key in _MOMENTS[config.name]:
+                if key != "momentum_buffer" or momentum:
+                    state[key] = torch.zeros_like(parameter)
+            if config.name != "sgd" and "step" not in state:
+                state["step"] = torch.zeros((), dtype=torch.float32)

@@ -1,0 +1,60 @@
+"""Fixtures for the whole session: a small corpus, a cache folder, and the gang of ranks."""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.gang import Gang
+
+# The documents of the small corpus: modules of the standard library, about 200 kB of text.
+MODULES = (
+    "argparse",
+    "ast",
+    "bisect",
+    "calendar",
+    "cmd",
+    "copy",
+    "csv",
+    "heapq",
+    "inspect",
+    "random",
+    "shlex",
+    "textwrap",
+)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Prepared corpora of the tests live and die with the session. Child processes inherit the variable."""
+    folder = tmp_path_factory.mktemp("cache")
+    before = os.environ.get("GRAMIAN_CACHE")
+    os.environ["GRAMIAN_CACHE"] = str(folder)
+    yield folder
+    if before is None:
+        del os.environ["GRAMIAN_CACHE"]
+    else:
+        os.environ["GRAMIAN_CACHE"] = before
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of twelve text documents."""
+    folder = tmp_path_factory.mktemp("corpus")
+    library = Path(sysconfig.get_paths()["stdlib"])
+    for name in MODULES:
+        text = (library / f"{name}.py").read_text(encoding="utf-8")
+        (folder / f"{name}.txt").write_text(text, encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def gang(cache: Path) -> Iterator[Gang]:
+    """Four gloo ranks that wait for work."""
+    gang = Gang()
+    yield gang
+    gang.stop()

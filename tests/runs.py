@@ -1,0 +1,65 @@
+"""Training runs for tests: a worker on each rank of the gang, and what the run left behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from trainer.rundir import RunDirectory
+
+TINY = str(Path(__file__).resolve().parent.parent / "configs" / "tiny.yaml")
+
+
+def train_worker(arguments: list[str]) -> int:
+    """What `python -m launch.worker` does, in this rank; returns the exit code."""
+    from launch.worker import main
+
+    try:
+        main(arguments)
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
+
+
+def losses_and_norms(run: RunDirectory) -> list[tuple[float, float]]:
+    """Loss and gradient norm of every logged step."""
+    return [(row["loss"], row["grad_norm"]) for row in run.read_metrics() if "loss" in row]
+
+
+def relative_difference(a: float, b: float) -> float:
+    """|a - b| / |b|."""
+    return abs(a - b) / abs(b)
+
+
+def worst_difference(a: RunDirectory, b: RunDirectory) -> dict[str, float]:
+    """Largest relative difference of loss and of gradient norm over all steps, which must be the same ones."""
+    ours, theirs = losses_and_norms(a), losses_and_norms(b)
+    assert len(ours) == len(theirs) > 0
+    return {
+        name: max(relative_difference(x[i], y[i]) for x, y in zip(ours, theirs, strict=True))
+        for i, name in enumerate(("loss", "grad_norm"))
+    }
+
+
+def read_state(checkpoint: Path) -> dict[str, Any]:
+    """All tensors of a checkpoint, whole, read with safetensors alone (no code of the project, no DCP)."""
+    import json
+
+    import torch
+    from safetensors import safe_open
+
+    pieces: dict[str, list[tuple[list[int], torch.Tensor]]] = {}
+    for file in sorted(checkpoint.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as opened:
+            places = json.loads(opened.metadata()["DCP_SHARDING_INFO"])
+            for key in opened.keys():  # noqa: SIM118 - not a dict
+                pieces.setdefault(key, []).append((places[key]["saved_offsets"], opened.get_tensor(key)))
+    whole: dict[str, Any] = {}
+    for key, parts in pieces.items():
+        shape = [max(o[d] + t.shape[d] for o, t in parts) for d in range(parts[0][1].ndim)]
+        tensor = torch.full(shape, float("nan"))
+        for offsets, part in parts:
+            tensor[tuple(slice(o, o + n) for o, n in zip(offsets, part.shape, strict=True))] = part
+        assert not tensor.isnan().any(), f"{key} has holes"
+        whole[key] = tensor
+    return whole

@@ -1,0 +1,158 @@
+"""Stopped and resumed equals never stopped."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.gang import Gang
+from tests.runs import TINY, losses_and_norms, read_state, relative_difference, train_worker
+from trainer.rundir import RunDirectory
+
+LAYOUTS = {
+    "one": (1, []),
+    "ddp2": (2, ["parallel.engine=ddp"]),
+    "ddp4": (4, ["parallel.engine=ddp"]),
+    "fsdp2": (2, []),
+    "fsdp4": (4, []),
+    "hsdp2x2": (4, ["parallel.dp_replicate=2"]),
+}
+
+
+class Tiny:
+    """Starts the tiny config in a folder of its own."""
+
+    def __init__(self, gang: Gang, corpus: Path, folder: Path) -> None:
+        self._gang, self._corpus, self.folder = gang, corpus, folder
+
+    def __call__(self, name: str, layout: str, *overrides: str) -> RunDirectory:
+        world, keys = LAYOUTS[layout]
+        arguments = [TINY, f"data.corpus={self._corpus}", f"run.dir={self.folder}", f"run.name={name}"]
+        assert self._gang.run(train_worker, [*arguments, *keys, *overrides], world=world) == [0] * world
+        return RunDirectory(self.folder / name)
+
+
+@pytest.fixture(scope="module")
+def tiny(gang: Gang, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    return Tiny(gang, corpus, tmp_path_factory.mktemp("resume"))
+
+
+@pytest.fixture(scope="module")
+def unbroken_and_stopped(tiny: Tiny) -> dict[str, tuple[RunDirectory, RunDirectory]]:
+    """For each layout that is stopped: 20 steps at once, and the same run as its step-10 checkpoint left it."""
+    made = {}
+    for layout in ("ddp4", "fsdp4", "hsdp2x2"):
+        run = tiny(f"unbroken-{layout}", layout)
+        stopped = RunDirectory(tiny.folder / f"stopped-{layout}")
+        shutil.copytree(run.path, stopped.path)
+        shutil.rmtree(stopped.checkpoint(20))
+        made[layout] = (run, stopped)
+    return made
+
+
+@pytest.mark.parametrize("layout", ["ddp4", "fsdp4", "hsdp2x2"])
+def test_resume_at_the_same_layout_is_bitwise(
+    tiny: Tiny, unbroken_and_stopped: dict[str, tuple[RunDirectory, RunDirectory]], layout: str
+) -> None:
+    unbroken, stopped = unbroken_and_stopped[layout]
+    name = f"again-{layout}"
+    shutil.copytree(stopped.path, tiny.folder / name)
+    # The run's name stands in its config.
+    config = RunDirectory(tiny.folder / name).config_file
+    config.write_text(config.read_text().replace(f"unbroken-{layout}", name))
+    resumed = tiny(name, layout)
+    assert losses_and_norms(resumed) == losses_and_norms(unbroken)
+    ours, theirs = read_state(resumed.checkpoint(20)), read_state(unbroken.checkpoint(20))
+    assert ours.keys() == theirs.keys()
+    assert any(key.startswith("optim.") for key in ours)
+    for key in ours:
+        assert torch.equal(ours[key], theirs[key]), key
+
+
+@pytest.mark.parametrize(
+    ("source", "target"), [("fsdp4", "fsdp2"), ("fsdp4", "ddp2"), ("fsdp4", "one"), ("ddp4", "fsdp4")]
+)
+def test_resume_at_another_layout(
+    tiny: Tiny, unbroken_and_stopped: dict[str, tuple[RunDirectory, RunDirectory]], source: str, target: str
+) -> None:
+    """Losses and norms of all steps agree with the unbroken run to 1e-5; the metrics hold each step once."""
+    unbroken, stopped = unbroken_and_stopped[source]
+    name = f"{source}-to-{target}"
+    shutil.copytree(stopped.path, tiny.folder / name)
+    config = RunDirectory(tiny.folder / name).config_file
+    config.write_text(config.read_text().replace(f"unbroken-{source}", name))
+    resumed = tiny(name, target)
+    steps = [row["step"] for row in resumed.read_metrics() if "loss" in row]
+    assert steps == list(range(1, 21))
+    pairs = zip(losses_and_norms(resumed), losses_and_norms(unbroken), strict=True)
+    for (loss, norm), (expected_loss, expected_norm) in pairs:
+        assert relative_difference(loss, expected_loss) < 1e-5
+        assert relative_difference(norm, expected_norm) < 1e-5
+
+
+def test_more_steps_go_on_from_a_finished_run(tiny: Tiny) -> None:
+    """20 steps after 10 under a constant schedule are the 20 steps at once."""
+    tiny("longer", "one", "train.steps=10")
+    longer = tiny("longer", "one", "train.steps=20")
+    at_once = tiny("at-once", "one")
+    assert losses_and_norms(longer) == losses_and_norms(at_once)
+    assert len(list((longer.path / "starts").iterdir())) == 2
+
+
+def test_torn_checkpoint_is_ignored_and_cleaned(tiny: Tiny) -> None:
+    run = tiny("torn", "fsdp2")
+    expected = losses_and_norms(run)
+    (run.checkpoint(20) / "COMMIT").unlink()
+    assert run.committed() == [10]
+    tiny("torn", "fsdp2")
+    assert run.committed() == [10, 20]
+    assert losses_and_norms(run) == expected
+
+
+def test_only_the_newest_are_kept(tiny: Tiny) -> None:
+    run = tiny("kept", "one", "checkpoint.every=3", "checkpoint.keep=2", "checkpoint.async=false", "train.steps=8")
+    assert sorted(p.name for p in run.checkpoints.iterdir()) == ["step_00000006", "step_00000008"]
+
+
+def test_asynchronous_and_synchronous_saves_hold_the_same(tiny: Tiny) -> None:
+    a = tiny("async", "fsdp2", "train.steps=5")
+    b = tiny("sync", "fsdp2", "train.steps=5", "checkpoint.async=false")
+    ours, theirs = read_state(a.checkpoint(5)), read_state(b.checkpoint(5))
+    assert all(torch.equal(ours[key], theirs[key]) for key in ours.keys() | theirs.keys())
+
+
+def test_checkpoint_manifest_and_format(tiny: Tiny) -> None:
+    """COMMIT holds the hash of the manifest, the manifest every file with its size and hash, and no file is a pickle."""
+    import hashlib
+
+    folder = tiny("format", "fsdp2", "train.steps=5").checkpoint(5)
+    manifest_bytes = (folder / "manifest.json").read_bytes()
+    assert (folder / "COMMIT").read_text().strip() == hashlib.blake2b(manifest_bytes, digest_size=32).hexdigest()
+    files = json.loads(manifest_bytes)["files"]
+    assert sorted([*files, "manifest.json", "COMMIT"]) == sorted(p.name for p in folder.iterdir())
+    for name, entry in files.items():
+        content = (folder / name).read_bytes()
+        assert entry == {"bytes": len(content), "blake2b": hashlib.blake2b(content, digest_size=32).hexdigest()}
+        assert not content.startswith(b"\x80")  # a pickle's first byte
+    state = json.loads((folder / "trainer.json").read_text())
+    assert state["format"] == 1
+    assert state["step"] == 5
+    assert sum(name.endswith(".safetensors") for name in files) == 2  # one a rank
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "sgd", "adagrad", "rmsprop"])
+def test_every_optimizer_resumes_bitwise(tiny: Tiny, optimizer: str) -> None:
+    keys = [f"optim.name={optimizer}", "optim.weight_decay=0.01", "train.steps=6", "checkpoint.every=3"]
+    if optimizer == "rmsprop":
+        keys.append("optim.momentum=0.9")
+    run = tiny(f"optimizer-{optimizer}", "fsdp2", *keys)
+    expected, whole = losses_and_norms(run), read_state(run.checkpoint(6))
+    shutil.rmtree(run.checkpoint(6))
+    tiny(f"optimizer-{optimizer}", "fsdp2", *keys)
+    assert losses_and_norms(run) == expected
+    again = read_state(run.checkpoint(6))
+    assert all(torch.equal(whole[key], again[key]) for key in whole.keys() | again.keys())

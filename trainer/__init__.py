@@ -1,0 +1,1 @@
+"""The training loop, its engines, meshes, checkpoints and metrics."""

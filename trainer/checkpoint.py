@@ -1,0 +1,184 @@
+"""Checkpoints that are whole or do not exist (rule 8).
+
+A checkpoint is a folder `step_00000100/`:
+
+    shard-*.safetensors   weights and optimizer state, logical tensors by name, written by torch DCP in the safetensors
+                          format: any number of ranks and either engine reads them; no pickle is written or read
+    tokenizer.model       so that the checkpoint generates text wherever it is taken
+    trainer.json          format version, step, config, hashes of data and tokenizer
+    manifest.json         size and hash of every file above
+    COMMIT                the manifest's hash; written last, when every rank's bytes are durable
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+
+from common.errors import UserError
+from common.files import atomic_write, hash_file, sync_directory
+from trainer.engines.base import Engine
+from trainer.rundir import COMMIT, RunDirectory
+from trainer.runtime import Runtime
+
+FORMAT_VERSION = 1
+
+
+class Checkpointer:
+    """Saves an engine's state into a run directory, in the background if asked, one save at a time."""
+
+    def __init__(self, run: RunDirectory, runtime: Runtime, keep: int, asynchronous: bool) -> None:
+        self._run = run
+        self._runtime = runtime
+        self._keep = keep
+        self._asynchronous = asynchronous
+        # A group of its own: the background save must not mix its messages with the training's.
+        self._group = dist.new_group(backend="gloo")
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def save(self, engine: Engine, trainer_state: dict[str, Any], tokenizer: Path) -> None:
+        """Save at `trainer_state["step"]`. Returns when the state is copied, and commits when it is durable."""
+        self.wait()
+        folder = self._run.checkpoint(trainer_state["step"])
+        if self._runtime.is_main:
+            if folder.exists():  # the torn remains of a save that a crash ended
+                shutil.rmtree(folder)
+            folder.mkdir(parents=True)
+        dist.barrier(group=self._group)
+        writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+        state = engine.state_dict()
+        pending = None
+        if self._asynchronous:
+            pending = dcp.async_save(state, storage_writer=writer, process_group=self._group)
+        else:
+            dcp.save(state, storage_writer=writer, process_group=self._group)
+
+        def finish() -> None:
+            try:
+                if pending is not None:
+                    pending.result()
+                self._commit(folder, trainer_state, tokenizer)
+            except BaseException as error:
+                self._error = error
+
+        self._thread = threading.Thread(target=finish, name="checkpoint")
+        self._thread.start()
+        if not self._asynchronous:
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait until the running save, if any, is committed; raise what went wrong in it."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def _commit(self, folder: Path, trainer_state: dict[str, Any], tokenizer: Path) -> None:
+        """Hash what this rank wrote; rank 0 gathers the hashes, writes the manifest and then COMMIT."""
+        mine = {p.name: _fingerprint(p) for p in folder.glob(f"shard-{self._runtime.rank + 1:05d}-*")}
+        gathered: list[Any] = [None] * self._runtime.world_size
+        dist.gather_object(mine, gathered if self._runtime.is_main else None, group=self._group)
+        if not self._runtime.is_main:
+            return
+        atomic_write(folder / "trainer.json", json.dumps({"format": FORMAT_VERSION, **trainer_state}, indent=1))
+        atomic_write(folder / "tokenizer.model", tokenizer.read_bytes())
+        files = {name: entry for part in gathered for name, entry in part.items()}
+        files |= {name: _fingerprint(folder / name) for name in ("trainer.json", "tokenizer.model")}
+        manifest = {"format": FORMAT_VERSION, "files": dict(sorted(files.items()))}
+        atomic_write(folder / "manifest.json", json.dumps(manifest, indent=1))
+        atomic_write(folder / COMMIT, hash_file(folder / "manifest.json") + "\n")
+        sync_directory(folder.parent)
+        self._run.prune(self._keep)
+
+
+def read_trainer_state(folder: Path) -> dict[str, Any]:
+    """The plain data of a committed checkpoint.
+
+    Raises:
+        UserError: a format that this version does not know.
+    """
+    state: dict[str, Any] = json.loads((folder / "trainer.json").read_text(encoding="utf-8"))
+    if state.get("format") != FORMAT_VERSION:
+        raise UserError(
+            f"{folder} has checkpoint format {state.get('format')}, this version reads {FORMAT_VERSION}; "
+            f"use the version of gramian that wrote it"
+        )
+    return state
+
+
+def load_engine(folder: Path, engine: Engine, runtime: Runtime) -> None:
+    """Load weights and optimizer state into an engine, whatever layout wrote them. Ranks share the check of files."""
+    damaged = _damaged(folder, runtime.rank, runtime.world_size)
+    reports: list[Any] = [None] * runtime.world_size
+    dist.all_gather_object(reports, damaged)
+    _refuse_damaged(folder, [name for report in reports for name in report])
+    state = engine.state_dict()
+    _load(folder, state, no_dist=False)
+    engine.load_state_dict(state)
+
+
+def load_weights(folder: Path, model: torch.nn.Module) -> None:
+    """Load a checkpoint's weights into a plain model in this process, without a process group."""
+    _refuse_damaged(folder, _damaged(folder, 0, 1))
+    state = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
+    _load(folder, state, no_dist=True, partial=True)
+
+
+def _load(folder: Path, state: dict[str, Tensor], no_dist: bool, partial: bool = False) -> None:
+    """Read tensors in place; names and shapes must agree exactly, but for what `partial` leaves out."""
+    reader = HuggingFaceStorageReader(str(folder))
+    saved: Mapping[str, Any] = reader.read_metadata().state_dict_metadata
+    missing = sorted(state.keys() - saved.keys())
+    unexpected = sorted(saved.keys() - state.keys()) if not partial else []
+    reshaped = sorted(k for k in state.keys() & saved.keys() if tuple(state[k].shape) != tuple(saved[k].size))
+    for names, problem in (
+        (missing, "lacks"),
+        (unexpected, "has, but this config has not,"),
+        (reshaped, "has in another shape"),
+    ):
+        if names:
+            what = "optimizer" if names[0].startswith("optim.") else "architecture"
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise UserError(
+                f"{folder} is a checkpoint of another {what}: it {problem} '{names[0]}'{more}; "
+                f"use the config that wrote it (in its trainer.json)"
+            )
+    dcp.load(state, storage_reader=reader, no_dist=no_dist)
+
+
+def _fingerprint(path: Path) -> dict[str, Any]:
+    return {"bytes": path.stat().st_size, "blake2b": hash_file(path)}
+
+
+def _damaged(folder: Path, part: int, parts: int) -> list[str]:
+    """Files of the manifest that are absent or not as they were written; this rank looks at one part of them."""
+    manifest_file = folder / "manifest.json"
+    if not manifest_file.exists() or (folder / COMMIT).read_text().strip() != hash_file(manifest_file):
+        return ["manifest.json"]
+    files = json.loads(manifest_file.read_text(encoding="utf-8"))["files"]
+    return [
+        name
+        for name, entry in list(files.items())[part::parts]
+        if not (folder / name).exists() or _fingerprint(folder / name) != entry
+    ]
+
+
+def _refuse_damaged(folder: Path, names: list[str]) -> None:
+    if names:
+        raise UserError(
+            f"{folder}: damaged: {', '.join(sorted(set(names)))}; "
+            f"remove that checkpoint's folder to continue from the one before it"
+        )

@@ -1,0 +1,164 @@
+"""The whole configuration tree, put together from each package's part. Imports no torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from common.config import Config, apply_overrides, read_tree, validate
+from common.errors import UserError
+from data.config import DataConfig
+from models.config import ModelConfig
+from optim.config import OptimConfig, ScheduleConfig
+
+
+class RunConfig(Config):
+    """Where the run lives, and its seed."""
+
+    name: str = Field("run", description="Name of the run, and of its folder under `run.dir`.")
+    dir: str = Field("runs", description="Folder of all runs, relative to the working directory.")
+    seed: int = Field(0, ge=0, description="Seed of the initial weights and of the order of the data.")
+
+    @model_validator(mode="after")
+    def _check(self) -> RunConfig:
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", self.name):
+            raise ValueError(
+                f"'name' must be a plain folder name of letters, digits, '.', '_' and '-', got {self.name!r}"
+            )
+        return self
+
+    @property
+    def folder(self) -> Path:
+        """The run directory."""
+        return Path(self.dir) / self.name
+
+
+class TrainConfig(Config):
+    """How long and in what pieces to train."""
+
+    steps: int = Field(1000, ge=1, description="Optimizer updates of the whole run.")
+    global_batch_size: int = Field(32, ge=1, description="Sequences per update over all ranks, whatever the layout.")
+    micro_batch_size: int = Field(8, ge=1, description="Sequences per rank in one forward and backward pass.")
+    grad_clip: float | None = Field(
+        1.0,
+        gt=0,
+        description="Largest gradient norm over all parameters; larger gradients are scaled down; null: none.",
+    )
+    precision: Literal["fp32", "bf16"] = Field(
+        "fp32", description="Precision of matrix products; weights, optimizer state and reductions are fp32 in both."
+    )
+    activation_checkpointing: Literal["none", "full"] = Field(
+        "none", description="full: keep only each block's input and compute the block again in the backward pass."
+    )
+    compile: bool = Field(False, description="Compile each block with torch.compile.")
+    sample_prompt: str | None = Field(
+        None, description="Text that the trained model continues when the run ends; null: no sample."
+    )
+
+
+class ParallelConfig(Config):
+    """How the work is laid over processes. It changes no number beyond rounding."""
+
+    engine: Literal["fsdp", "ddp"] = Field(
+        "fsdp", description="fsdp: parameters, gradients and optimizer state sharded; ddp: replicated on every rank."
+    )
+    dp_replicate: int = Field(
+        1, ge=1, description="fsdp: number of replicas of the sharded model (HSDP); ddp: leave it at 1."
+    )
+    dp_shard: int = Field(-1, description="fsdp: ranks that share one copy of the model; -1: all that are left.")
+
+    @model_validator(mode="after")
+    def _check(self) -> ParallelConfig:
+        if self.dp_shard != -1 and self.dp_shard < 1:
+            raise ValueError(f"'dp_shard' must be positive, or -1 for all ranks that are left, got {self.dp_shard}")
+        if self.engine == "ddp" and (self.dp_replicate != 1 or self.dp_shard not in (-1, 1)):
+            raise ValueError(
+                "engine ddp replicates over all ranks; remove dp_replicate and dp_shard, or use engine: fsdp"
+            )
+        return self
+
+
+class CheckpointConfig(Config):
+    """When to save, what to keep, where to continue."""
+
+    every: int = Field(100, ge=1, description="Steps between checkpoints; the last step is always saved.")
+    keep: int = Field(3, ge=1, description="Newest committed checkpoints to keep.")
+    async_: bool = Field(True, alias="async", description="Write in the background while training goes on.")
+    resume: str = Field(
+        "auto",
+        description="auto: continue from the newest committed checkpoint of this run; never: refuse a run that "
+        "has one; a path: start this run from that checkpoint.",
+    )
+
+
+class EvalConfig(Config):
+    """Evaluation on the held-out documents."""
+
+    every: int = Field(100, ge=1, description="Steps between evaluations; the last step is always evaluated.")
+    batches: int = Field(8, ge=0, description="Global batches per evaluation; 0: no evaluation.")
+
+
+class LogConfig(Config):
+    """What is reported."""
+
+    every: int = Field(1, ge=1, description="Steps between rows of metrics.jsonl and lines on the terminal.")
+
+
+class TrainingConfig(Config):
+    """One training run, from corpus to checkpoint."""
+
+    run: RunConfig = Field(default_factory=RunConfig, description="Name, place and seed.")
+    model: ModelConfig = Field(default_factory=ModelConfig, description="The decoder's architecture.")
+    data: DataConfig = Field(default_factory=DataConfig, description="Corpus, tokenizer and sequences.")
+    optim: OptimConfig = Field(default_factory=OptimConfig, description="The optimizer.")
+    schedule: ScheduleConfig = Field(default_factory=ScheduleConfig, description="The learning rate over the run.")
+    train: TrainConfig = Field(default_factory=TrainConfig, description="Length, batch and precision.")
+    parallel: ParallelConfig = Field(default_factory=ParallelConfig, description="The layout over processes.")
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="Saving and resuming.")
+    eval: EvalConfig = Field(default_factory=EvalConfig, description="Evaluation in the loop.")
+    log: LogConfig = Field(default_factory=LogConfig, description="Reporting.")
+
+    @model_validator(mode="after")
+    def _check(self) -> TrainingConfig:
+        if self.data.seq_len > self.model.max_seq_len:
+            raise UserError(
+                f"'data.seq_len' ({self.data.seq_len}) is longer than 'model.max_seq_len' ({self.model.max_seq_len}); "
+                f"set data.seq_len={self.model.max_seq_len} or less, or raise model.max_seq_len"
+            )
+        vocab_size = self.model.vocab_size
+        if vocab_size is not None and vocab_size < self.data.tokenizer.vocab_size:
+            raise UserError(
+                f"'model.vocab_size' ({vocab_size}) is smaller than 'data.tokenizer.vocab_size' "
+                f"({self.data.tokenizer.vocab_size}): some tokens would have no embedding; "
+                f"set model.vocab_size=null to take the tokenizer's"
+            )
+        return self
+
+    def tree(self) -> dict[str, Any]:
+        """The resolved config as plain data, readable by `load_config` again."""
+        return self.model_dump(mode="json")
+
+
+def load_config(path: Path | str, overrides: Iterable[str] = ()) -> TrainingConfig:
+    """Read a YAML config, apply `key.path=value` words and check everything that needs no process count.
+
+    Raises:
+        UserError: one line that names the file or override, the key and the fix.
+    """
+    return validate(TrainingConfig, apply_overrides(read_tree(Path(path)), overrides), str(path))
+
+
+def differences(ours: dict[str, Any], theirs: dict[str, Any], prefix: str = "") -> list[str]:
+    """Dotted keys whose values differ between two config trees."""
+    keys: list[str] = []
+    for key in sorted({*ours, *theirs}):
+        a, b = ours.get(key), theirs.get(key)
+        if isinstance(a, dict) and isinstance(b, dict):
+            keys += differences(a, b, f"{prefix}{key}.")
+        elif a != b:
+            keys.append(f"{prefix}{key}")
+    return keys

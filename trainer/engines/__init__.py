@@ -1,0 +1,1 @@
+"""Engines: what runs forward, backward and the update of a model that is spread over ranks."""

@@ -1,0 +1,70 @@
+"""The engines `fsdp` and `ddp`: torch's FSDP2, sharding or replicating."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from models.transformer import Transformer
+from optim.build import named_state
+from trainer.clip import global_norm
+from trainer.config import TrainingConfig
+from trainer.engines.base import Engine, OptimizerFactory
+from trainer.initialize import initialize
+from trainer.layout import Layout
+from trainer.parallelize import parallelize
+
+
+class NativeEngine(Engine):
+    """FSDP2 over `mesh`: `fully_shard` for engine fsdp (HSDP with replicas), `replicate` for engine ddp.
+
+    Master weights, gradients and optimizer state are fp32; with bf16 precision FSDP2 casts the gathered weights.
+    """
+
+    def __init__(self, config: TrainingConfig, layout: Layout, mesh: DeviceMesh, device: torch.device) -> None:
+        self._config = config
+        self._layout = layout
+        self._mesh = mesh
+        self._device = device
+
+    def prepare(self, model: Transformer, make_optimizer: OptimizerFactory) -> None:
+        inits = model.initial_values()
+        parallelize(model, self._config.train, self._layout, self._mesh)
+        model.to_empty(device=self._device)
+        # FSDP2 swaps full parameters in while a module computes; these are the sharded ones, which live throughout.
+        self.parameters: dict[str, Tensor] = dict(model.named_parameters())
+        initialize(self.parameters, inits, self._config.run.seed)
+        self.model = model
+        self.optimizer = make_optimizer(self.parameters)
+
+    def micro_backward(self, loss: Tensor, last: bool) -> None:
+        assert isinstance(self.model, FSDPModule)
+        self.model.set_requires_gradient_sync(last)
+        loss.backward()
+
+    def _gradients(self) -> list[Tensor]:
+        return [p.grad for p in self.parameters.values() if p.grad is not None]
+
+    def grad_norm(self) -> float:
+        return global_norm(self._gradients())
+
+    def step(self, scale: float) -> None:
+        if scale != 1.0:
+            local = [g.to_local() if isinstance(g, DTensor) else g for g in self._gradients()]
+            torch._foreach_mul_(local, scale)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {f"model.{name}": p.detach() for name, p in self.parameters.items()} | {
+            f"optim.{name}": tensor for name, tensor in named_state(self.optimizer).items()
+        }
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        # `state_dict()` gives the live tensors, so DCP has already loaded into them.
+        return None

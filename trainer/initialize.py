@@ -1,0 +1,77 @@
+"""Initial weights that depend on the seed and the parameter's name, never on the layout (rule 3).
+
+Every element of a parameter is a fixed function of (seed, name, its position), drawn with a counter-based generator
+(Philox 4x64, Salmon et al. 2011) and the Box-Muller transform. A rank draws only the rows that it holds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from models.init import Init
+
+# Elements are made in whole blocks that start at multiples of this, so that an element goes through the same vector
+# instructions, at the same place in the same array, whichever rank makes it.
+_BLOCK = 1 << 14
+
+
+def initialize(parameters: Mapping[str, Tensor], inits: Mapping[str, Init], seed: int) -> None:
+    """Fill parameters in place.
+
+    Args:
+        parameters: name to materialised parameter, plain or DTensor (its local part is filled).
+        inits: name to the distribution that the model declares; every parameter must have one.
+        seed: `run.seed`.
+    """
+    for name, parameter in parameters.items():
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter.data
+        init = inits[name]
+        if init.kind == "normal":
+            values = _draw_local(seed, name, init.std, parameter)
+            local.detach().copy_(torch.from_numpy(values))
+        else:
+            local.detach().fill_(1.0 if init.kind == "ones" else 0.0)
+
+
+def _draw_local(seed: int, name: str, std: float, parameter: Tensor) -> np.ndarray:
+    """This rank's part of a normal parameter, float32, in its local shape."""
+    shape = tuple(parameter.shape)
+    if isinstance(parameter, DTensor):
+        local_shape, offset = compute_local_shape_and_global_offset(shape, parameter.device_mesh, parameter.placements)
+    else:
+        local_shape, offset = shape, (0,) * len(shape)
+    if math.prod(local_shape) == 0:
+        return np.zeros(local_shape, dtype=np.float32)
+    row = math.prod(shape[1:])
+    start, stop = offset[0] * row, (offset[0] + local_shape[0]) * row
+    rows = normal(seed, name, start, stop, std).reshape(local_shape[0], *shape[1:])
+    inner = tuple(slice(o, o + n) for o, n in zip(offset[1:], local_shape[1:], strict=True))
+    return np.ascontiguousarray(rows[(slice(None), *inner)])
+
+
+def normal(seed: int, name: str, start: int, stop: int, std: float) -> np.ndarray:
+    """Elements `start` to `stop` of a parameter's flattened normal values, float32."""
+    key = int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=16).digest(), "little")
+    result = np.empty(stop - start, dtype=np.float32)
+    for block in range(start // _BLOCK, -(-stop // _BLOCK)):
+        first = block * _BLOCK
+        lo, hi = max(start, first), min(stop, first + _BLOCK)
+        result[lo - start : hi - start] = _normal_block(key, block, std)[lo - first : hi - first]
+    return result
+
+
+def _normal_block(key: int, block: int, std: float) -> np.ndarray:
+    # One counter of Philox 4x64 gives four 64-bit words, and each element takes one word.
+    words = np.random.Philox(key=key, counter=block * (_BLOCK // 4)).random_raw(_BLOCK)
+    uniform = (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    radius = std * np.sqrt(-2.0 * np.log1p(-uniform[: _BLOCK // 2]))
+    angle = 2.0 * np.pi * uniform[_BLOCK // 2 :]
+    return np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])

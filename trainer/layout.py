@@ -1,0 +1,94 @@
+"""Which rank does what: the arithmetic of meshes and batches, before any process exists. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from common.errors import UserError
+from trainer.config import TrainingConfig
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A config's layout on a given number of ranks. All ranks are data ranks so far."""
+
+    engine: str
+    dp_replicate: int
+    dp_shard: int
+    micro_batch_size: int
+    accumulation: int
+    seq_len: int
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def global_batch_size(self) -> int:
+        """Sequences per update over all ranks."""
+        return self.world_size * self.micro_batch_size * self.accumulation
+
+    def describe(self) -> str:
+        """The mesh and the batch arithmetic, one line each."""
+        return (
+            f"mesh   {self.engine}: {self.world_size} ranks = dp_replicate {self.dp_replicate} x "
+            f"dp_shard {self.dp_shard}\n"
+            f"batch  {self.global_batch_size} sequences = {self.world_size} ranks x {self.micro_batch_size} per "
+            f"micro-batch x {self.accumulation} accumulated; "
+            f"x {self.seq_len} tokens = {self.global_batch_size * self.seq_len:,} tokens a step"
+        )
+
+
+def plan_layout(config: TrainingConfig, world_size: int) -> Layout:
+    """Lay a config over `world_size` ranks.
+
+    Raises:
+        UserError: ranks or sequences that do not divide; the line names the key and values that would do.
+    """
+    parallel, train = config.parallel, config.train
+    if parallel.engine == "ddp":
+        replicate, shard = world_size, 1
+    else:
+        replicate, shard = parallel.dp_replicate, parallel.dp_shard
+        if shard == -1:
+            if world_size % replicate:
+                raise UserError(
+                    f"'parallel.dp_replicate' ({replicate}) does not divide the {world_size} processes; "
+                    f"choose one of {_divisors(world_size)}, or another --nproc"
+                )
+            shard = world_size // replicate
+        elif replicate * shard != world_size:
+            raise UserError(
+                f"'parallel.dp_replicate' ({replicate}) x 'parallel.dp_shard' ({shard}) is {replicate * shard}, "
+                f"but there are {world_size} processes; set parallel.dp_shard=-1, or --nproc {replicate * shard}"
+            )
+    if train.global_batch_size % world_size:
+        raise UserError(
+            f"'train.global_batch_size' ({train.global_batch_size}) is not divisible by the {world_size} processes; "
+            f"set train.global_batch_size={_round_up(train.global_batch_size, world_size)}, or another --nproc"
+        )
+    per_rank = train.global_batch_size // world_size
+    if per_rank % train.micro_batch_size:
+        fitting = max(d for d in _divisors(per_rank) if d <= train.micro_batch_size)
+        raise UserError(
+            f"'train.micro_batch_size' ({train.micro_batch_size}) does not divide the {per_rank} sequences of a rank "
+            f"(train.global_batch_size {train.global_batch_size} / {world_size} processes); "
+            f"set train.micro_batch_size={fitting}"
+        )
+    return Layout(
+        engine=parallel.engine,
+        dp_replicate=replicate,
+        dp_shard=shard,
+        micro_batch_size=train.micro_batch_size,
+        accumulation=per_rank // train.micro_batch_size,
+        seq_len=config.data.seq_len,
+    )
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def _round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple

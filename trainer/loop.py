@@ -1,0 +1,117 @@
+"""The training loop, read top to bottom."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+import torch.distributed as dist
+
+from data.loader import Batches
+from data.packing import Batch
+from data.prepare import prepare
+from models.flops import forward_flops_per_token
+from optim.build import set_lr
+from optim.schedules import lr_factor
+from trainer.batch import micro_batches
+from trainer.build import build_engine
+from trainer.checkpoint import Checkpointer
+from trainer.config import TrainingConfig
+from trainer.engines.base import Engine
+from trainer.evaluate import evaluate
+from trainer.layout import Layout, plan_layout
+from trainer.metrics import Reporter
+from trainer.provenance import record_start
+from trainer.resume import Progress, resume, trainer_state
+from trainer.rundir import RunDirectory, run_directory
+from trainer.runtime import Runtime
+from trainer.throughput import peak_flops
+
+
+def train(config: TrainingConfig, runtime: Runtime) -> RunDirectory:
+    """Train a config on the ranks at hand, from the start or from the newest committed checkpoint."""
+    layout = plan_layout(config, runtime.world_size)
+    run = run_directory(config)
+    run.check_config(config)
+    data = prepare(config.data)
+    model_config = config.model.with_vocab_size(data.vocab_size)
+    batches = Batches(data, config.data, config.run.seed, config.train.global_batch_size)
+
+    engine = build_engine(config, model_config, layout, runtime)
+    checkpointer = Checkpointer(run, runtime, config.checkpoint.keep, config.checkpoint.async_)
+    done = resume(config, run, data, engine, runtime)
+    dist.barrier()  # every rank has read the directory before rank 0 writes to it
+    if runtime.is_main:
+        run.write_config(config)
+        run.truncate_metrics(done.step)
+    record_start(run, runtime, config, layout, done.step, data)
+
+    peak, peak_source = peak_flops(runtime.device, config.train.precision)
+    peak = runtime.sum(peak)
+    flops_per_token = 3 * forward_flops_per_token(model_config, config.data.seq_len, causal=True)
+    token_bytes = data.tokenizer().token_bytes
+    steps, tokens = config.train.steps, done.tokens
+    with Reporter(run, runtime.is_main, done.step, steps) as reporter:
+        reporter.say(layout.describe())
+        reporter.say(f"speed  {peak / 1e9:,.0f} GFLOP/s at most over all ranks ({peak_source}); MFU counts against it")
+        clock, tokens_logged = time.perf_counter(), tokens
+        for step in range(done.step + 1, steps + 1):
+            lr = config.optim.lr * lr_factor(config.schedule, step, steps)
+            set_lr(engine.optimizer, lr)
+            batch = batches.train(step - 1, runtime.rank, runtime.world_size)
+            loss, grad_norm, valid = train_step(engine, batch, layout, runtime, config.train.grad_clip)
+            tokens += valid
+            last = step == steps
+            if last or step % config.log.every == 0:
+                seconds = time.perf_counter() - clock
+                rate = (tokens - tokens_logged) / seconds
+                reporter.row(
+                    {
+                        "step": step,
+                        "tokens": tokens,
+                        "loss": loss,
+                        "grad_norm": grad_norm,
+                        "lr": lr,
+                        "tokens_per_second": rate,
+                        "mfu": rate * flops_per_token / peak,
+                        "seconds": seconds,
+                    }
+                )
+                clock, tokens_logged = time.perf_counter(), tokens
+            pause = time.perf_counter()
+            if config.eval.batches and (last or step % config.eval.every == 0):
+                scores = evaluate(engine.model, batches, token_bytes, runtime, config)
+                reporter.row({"step": step, **scores})
+            if last or step % config.checkpoint.every == 0:
+                state = trainer_state(config, model_config, data, Progress(step, tokens))
+                checkpointer.save(engine, state, data.tokenizer_path)
+            clock += time.perf_counter() - pause  # evaluating and saving do not count as training time
+        checkpointer.wait()
+        dist.barrier()  # the last checkpoint is committed before any rank goes on
+    return run
+
+
+def train_step(
+    engine: Engine, batch: Batch, layout: Layout, runtime: Runtime, grad_clip: float | None
+) -> tuple[float, float, int]:
+    """One update from this rank's rows of the global batch.
+
+    Returns:
+        Loss in nats per valid token of the whole global batch, gradient norm before clipping, valid tokens.
+    """
+    # Rule 1: the denominator counts the whole global batch and is known before the first backward pass.
+    valid = runtime.sum(int(batch.mask.sum()))
+    loss_sum = torch.zeros((), dtype=torch.float64, device=runtime.device)
+    for index, micro in enumerate(micro_batches(batch, layout.micro_batch_size, runtime.device)):
+        loss = engine.model(*micro)
+        engine.micro_backward(loss / max(1.0, valid), last=index == layout.accumulation - 1)
+        loss_sum += loss.detach().double()
+    mean_loss = runtime.sum(loss_sum) / max(1.0, valid)
+    grad_norm = engine.grad_norm()
+    engine.step(scale=clip_scale(grad_norm, grad_clip))
+    return mean_loss, grad_norm, int(valid)
+
+
+def clip_scale(grad_norm: float, grad_clip: float | None) -> float:
+    """Factor that brings a gradient of this norm down to the largest allowed one."""
+    return 1.0 if grad_clip is None or grad_norm <= grad_clip else grad_clip / grad_norm

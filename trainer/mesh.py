@@ -1,0 +1,14 @@
+"""Device meshes (rule 2): data ranks are `dp_replicate x dp_shard`."""
+
+from __future__ import annotations
+
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from trainer.layout import Layout
+
+
+def build_mesh(layout: Layout, device_type: str) -> DeviceMesh:
+    """The mesh of all ranks with dimensions `dp_replicate` and `dp_shard`, replicas outermost."""
+    return init_device_mesh(
+        device_type, (layout.dp_replicate, layout.dp_shard), mesh_dim_names=("dp_replicate", "dp_shard")
+    )

@@ -1,0 +1,51 @@
+"""Parallelism, applied to a plain model from outside, in one order: checkpointing, compile, sharding.
+
+All three wrap each block's `forward` on the instance or add hooks around it, so that no parameter changes its name.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+
+from models.transformer import Transformer
+from trainer.config import TrainConfig
+from trainer.layout import Layout
+
+
+def parallelize(model: Transformer, train: TrainConfig, layout: Layout, mesh: DeviceMesh) -> None:
+    """Apply a config's knobs to a model on the meta device, in place. Afterwards its parameters are DTensors."""
+    if train.activation_checkpointing == "full":
+        for block in model.blocks:
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    if train.compile:
+        for block in model.blocks:
+            block.forward = torch.compile(block.forward)
+    _shard(model, train, layout, mesh)
+
+
+def _shard(model: Transformer, train: TrainConfig, layout: Layout, mesh: DeviceMesh) -> None:
+    """Wrap each block, then what is left, with FSDP2 (`fully_shard`) or its replicating sibling."""
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16 if train.precision == "bf16" else None,
+        reduce_dtype=torch.float32,
+        cast_forward_inputs=False,
+    )
+    modules: list[nn.Module] = [*model.blocks, model]
+    for module in modules:
+        if layout.engine == "ddp":
+            # Not torch's DistributedDataParallel: that rebuilds its buckets after the first backward pass, so that a
+            # resumed run sums in another order than an unbroken one.
+            replicate(module, mesh=mesh["dp_replicate"], mp_policy=policy)
+        else:
+            fully_shard(module, mesh=mesh if layout.dp_replicate > 1 else mesh["dp_shard"], mp_policy=policy)
+        assert isinstance(module, FSDPModule)
+        # Rule 1: gradients are summed over data ranks; the loss is already divided by the global count of tokens.
+        module.set_force_sum_reduction_for_comms(True)
+        module.set_gradient_divide_factor(1.0)

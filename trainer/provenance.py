@@ -1,0 +1,79 @@
+"""Where a run's numbers came from, written at every start."""
+
+from __future__ import annotations
+
+import json
+import platform
+import socket
+import subprocess
+import sys
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import yaml
+
+from common.files import atomic_write
+from data.prepare import PreparedData
+from trainer.config import TrainingConfig
+from trainer.layout import Layout
+from trainer.rundir import RunDirectory
+from trainer.runtime import Runtime
+
+_ROOT = Path(__file__).resolve().parent.parent
+_PACKAGES = ("gramian", "torch", "numpy", "pydantic", "safetensors", "sentencepiece")
+
+
+def record_start(
+    run: RunDirectory, runtime: Runtime, config: TrainingConfig, layout: Layout, step: int, data: PreparedData
+) -> None:
+    """Write `starts/<n>/`: resolved config, command, git commit and diff, versions, hosts, layout, hashes of the data.
+
+    All ranks call it: the hosts are gathered.
+    """
+    hosts: list[Any] = [None] * runtime.world_size
+    dist.all_gather_object(hosts, socket.gethostname())
+    if not runtime.is_main:
+        return
+    folder = run.path / "starts" / f"{len(list((run.path / 'starts').glob('*'))):04d}"
+    commit, diff = _git("rev-parse", "HEAD"), _git("diff", "HEAD")
+    record = {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "from_step": step,
+        "git_commit": commit and commit.strip(),
+        "git_dirty": bool(diff),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "versions": {name: _version(name) for name in _PACKAGES},
+        "hosts": {host: hosts.count(host) for host in sorted(set(hosts))},
+        "device": str(runtime.device),
+        "world_size": runtime.world_size,
+        "dp_replicate": layout.dp_replicate,
+        "dp_shard": layout.dp_shard,
+        "tokenizer_hash": data.tokenizer_hash,
+        "data_hash": data.data_hash,
+        "data_folder": str(data.folder),
+    }
+    atomic_write(folder / "config.yaml", yaml.safe_dump(config.tree(), sort_keys=False, allow_unicode=True))
+    if diff:
+        atomic_write(folder / "code.diff", diff)
+    atomic_write(folder / "provenance.json", json.dumps(record, indent=1))
+
+
+def _git(*arguments: str) -> str | None:
+    """Output of git in the project's checkout, or None where there is no checkout."""
+    try:
+        done = subprocess.run(["git", "-C", str(_ROOT), *arguments], capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,155 @@
+"""The run directory: which config it belongs to, its committed checkpoints, its metrics. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from common.config import read_tree
+from common.errors import UserError
+from common.files import atomic_write
+from trainer.config import TrainingConfig, differences
+
+# Keys, and sections with a dot at the end, that may change between two starts of one run: they change no number beyond
+# rounding, or only how far the run goes.
+_FREE = (
+    "run.dir",
+    "data.cache_dir",
+    "train.steps",
+    "train.micro_batch_size",
+    "train.activation_checkpointing",
+    "train.compile",
+    "train.sample_prompt",
+    "parallel.",
+    "checkpoint.",
+    "eval.",
+    "log.",
+)
+COMMIT = "COMMIT"
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """`<run.dir>/<run.name>/`."""
+
+    path: Path
+
+    @property
+    def config_file(self) -> Path:
+        """The resolved config of the newest start."""
+        return self.path / "config.yaml"
+
+    @property
+    def metrics_file(self) -> Path:
+        """One JSON object a logged step or evaluation."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def sample_file(self) -> Path:
+        """The text that the finished model wrote."""
+        return self.path / "sample.txt"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of all checkpoints."""
+        return self.path / "checkpoints"
+
+    def checkpoint(self, step: int) -> Path:
+        """Folder of one step's checkpoint."""
+        return self.checkpoints / f"step_{step:08d}"
+
+    def committed(self) -> list[int]:
+        """Steps of the committed checkpoints, oldest first. What has no COMMIT file does not exist."""
+        return sorted(int(p.parent.name.removeprefix("step_")) for p in self.checkpoints.glob(f"step_*/{COMMIT}"))
+
+    def prune(self, keep: int) -> None:
+        """Remove all but the newest `keep` committed checkpoints, and what was never committed before the newest."""
+        steps = self.committed()
+        kept = {self.checkpoint(step) for step in steps[-keep:]}
+        for folder in self.checkpoints.glob("step_*"):
+            if folder not in kept and steps and folder.name < self.checkpoint(steps[-1]).name:
+                (folder / COMMIT).unlink(missing_ok=True)  # first: a half-removed checkpoint must not look whole
+                shutil.rmtree(folder)
+
+    def check_config(self, config: TrainingConfig) -> None:
+        """Refuse a directory that belongs to a run with other numbers.
+
+        Raises:
+            UserError: names the first key that differs, both values, and the ways on.
+        """
+        if not self.config_file.exists():
+            return
+        ours, theirs = config.tree(), read_tree(self.config_file)
+        changed = [key for key in differences(ours, theirs) if not _is_free(key)]
+        if changed:
+            key = changed[0]
+            more = f" (and {len(changed) - 1} more keys)" if len(changed) > 1 else ""
+            raise UserError(
+                f"{self.path} holds another run: its '{key}' is {_lookup(theirs, key)}, not {_lookup(ours, key)}"
+                f"{more}; "
+                f"give this run a name of its own with run.name=..., or remove the folder"
+            )
+        if config.checkpoint.resume == "never" and self.committed():
+            raise UserError(
+                f"{self.path} has checkpoints and checkpoint.resume is never; "
+                f"choose another run.name, or checkpoint.resume=auto to continue"
+            )
+
+    def write_config(self, config: TrainingConfig) -> None:
+        """Write the resolved config."""
+        atomic_write(self.config_file, yaml.safe_dump(config.tree(), sort_keys=False, allow_unicode=True))
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """All rows of metrics.jsonl; a last line that a crash cut short is left out."""
+        if not self.metrics_file.exists():
+            return []
+        rows = []
+        for line in self.metrics_file.read_text(encoding="utf-8").splitlines():
+            try:
+                rows.append(json.loads(line))
+            except json.JSONDecodeError:
+                break
+        return rows
+
+    def truncate_metrics(self, step: int) -> None:
+        """Drop rows past `step`: a resumed run logs those steps again."""
+        if self.metrics_file.exists():
+            rows = [row for row in self.read_metrics() if row["step"] <= step]
+            atomic_write(self.metrics_file, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def run_directory(config: TrainingConfig) -> RunDirectory:
+    """The directory of a config's run."""
+    return RunDirectory(config.run.folder)
+
+
+def find_checkpoint(path: Path) -> Path:
+    """A committed checkpoint: `path` itself, or the newest one of the run directory `path`.
+
+    Raises:
+        UserError: nothing committed there.
+    """
+    if (path / COMMIT).exists():
+        return path
+    run = RunDirectory(path)
+    if steps := run.committed():
+        return run.checkpoint(steps[-1])
+    if not path.exists():
+        raise UserError(f"{path}: no such run or checkpoint")
+    raise UserError(f"{path} holds no committed checkpoint (no {COMMIT} file); train first, or name another folder")
+
+
+def _is_free(key: str) -> bool:
+    return any(key == free or (free.endswith(".") and key.startswith(free)) for free in _FREE)
+
+
+def _lookup(tree: dict[str, Any], key: str) -> Any:
+    value: Any = tree
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return json.dumps(value)
