@@ -6,7 +6,7 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from models.flops import forward_flops_per_token, parameter_counts
+from models.flops import parameter_counts, training_flops_per_token
 from trainer.config import TrainingConfig
 from trainer.layout import Layout
 
@@ -27,7 +27,7 @@ def print_plan(config: TrainingConfig, layout: Layout) -> None:
     for column in table.columns[1:]:
         column.justify = "right"
     console.print(table)
-    flops = 3 * forward_flops_per_token(model, layout.seq_len, causal=True)
+    flops = training_flops_per_token(model, layout.seq_len, causal=True)
     tokens = config.train.steps * layout.global_batch_size * layout.seq_len
     console.print(
         f"work   {tokens:,} tokens in {config.train.steps:,} steps x {flops:,} FLOPs per token "

@@ -1,4 +1,4 @@
-"""A gang of ranks that lives for the whole test session, so that a distributed test does not pay for starting processes.
+"""A gang of ranks that lives for the whole test session: a distributed test does not pay for starting processes.
 
 `gang.run(function, *arguments, world=4)` calls `function(*arguments)` on that many ranks at once, with torchrun's
 environment variables set, and returns what each returned. It is given a time: ranks that have not answered by then are

@@ -16,8 +16,9 @@ import json
 import shutil
 import threading
 from collections.abc import Mapping
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -58,9 +59,9 @@ class Checkpointer:
         dist.barrier(group=self._group)
         writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
         state = engine.state_dict()
-        pending = None
+        pending: Future[Any] | None = None
         if self._asynchronous:
-            pending = dcp.async_save(state, storage_writer=writer, process_group=self._group)
+            pending = cast(Future[Any], dcp.async_save(state, storage_writer=writer, process_group=self._group))
         else:
             dcp.save(state, storage_writer=writer, process_group=self._group)
 

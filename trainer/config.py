@@ -111,16 +111,16 @@ class LogConfig(Config):
 class TrainingConfig(Config):
     """One training run, from corpus to checkpoint."""
 
-    run: RunConfig = Field(default_factory=RunConfig, description="Name, place and seed.")
-    model: ModelConfig = Field(default_factory=ModelConfig, description="The decoder's architecture.")
-    data: DataConfig = Field(default_factory=DataConfig, description="Corpus, tokenizer and sequences.")
-    optim: OptimConfig = Field(default_factory=OptimConfig, description="The optimizer.")
-    schedule: ScheduleConfig = Field(default_factory=ScheduleConfig, description="The learning rate over the run.")
-    train: TrainConfig = Field(default_factory=TrainConfig, description="Length, batch and precision.")
-    parallel: ParallelConfig = Field(default_factory=ParallelConfig, description="The layout over processes.")
-    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="Saving and resuming.")
-    eval: EvalConfig = Field(default_factory=EvalConfig, description="Evaluation in the loop.")
-    log: LogConfig = Field(default_factory=LogConfig, description="Reporting.")
+    run: RunConfig = Field(RunConfig(), description="Name, place and seed.")
+    model: ModelConfig = Field(ModelConfig(), description="The decoder's architecture.")
+    data: DataConfig = Field(DataConfig(), description="Corpus, tokenizer and sequences.")
+    optim: OptimConfig = Field(OptimConfig(), description="The optimizer.")
+    schedule: ScheduleConfig = Field(ScheduleConfig(), description="The learning rate over the run.")
+    train: TrainConfig = Field(TrainConfig(), description="Length, batch and precision.")
+    parallel: ParallelConfig = Field(ParallelConfig(), description="The layout over processes.")
+    checkpoint: CheckpointConfig = Field(CheckpointConfig(), description="Saving and resuming.")
+    eval: EvalConfig = Field(EvalConfig(), description="Evaluation in the loop.")
+    log: LogConfig = Field(LogConfig(), description="Reporting.")
 
     @model_validator(mode="after")
     def _check(self) -> TrainingConfig:

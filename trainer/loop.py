@@ -10,7 +10,7 @@ import torch.distributed as dist
 from data.loader import Batches
 from data.packing import Batch
 from data.prepare import prepare
-from models.flops import forward_flops_per_token
+from models.flops import training_flops_per_token
 from optim.build import set_lr
 from optim.schedules import lr_factor
 from trainer.batch import micro_batches
@@ -48,7 +48,7 @@ def train(config: TrainingConfig, runtime: Runtime) -> RunDirectory:
 
     peak, peak_source = peak_flops(runtime.device, config.train.precision)
     peak = runtime.sum(peak)
-    flops_per_token = 3 * forward_flops_per_token(model_config, config.data.seq_len, causal=True)
+    flops_per_token = training_flops_per_token(model_config, config.data.seq_len, causal=True)
     token_bytes = data.tokenizer().token_bytes
     steps, tokens = config.train.steps, done.tokens
     with Reporter(run, runtime.is_main, done.step, steps) as reporter:

@@ -1,0 +1,1 @@
+"""Plain decoder-only language models: what one device would compute. No process group, no mesh."""
