@@ -1,0 +1,44 @@
+"""Fixtures of the data tests: prepared small corpora, a tokenizer, and token files made from plain lists."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from data.config import DataConfig, TokenizerConfig
+from data.prepare import PreparedData, prepare
+from data.shards import TokenFile, TokenWriter
+from data.tokenizer import Tokenizer
+
+
+@pytest.fixture(scope="session")
+def config(corpus: Path) -> DataConfig:
+    """A configuration for the small corpus."""
+    return DataConfig(corpus=str(corpus), tokenizer=TokenizerConfig(vocab_size=600), seq_len=64)
+
+
+@pytest.fixture(scope="session")
+def prepared(config: DataConfig, cache: Path) -> PreparedData:
+    """The small corpus, prepared."""
+    return prepare(config)
+
+
+@pytest.fixture(scope="session")
+def tokenizer(prepared: PreparedData) -> Tokenizer:
+    """The small corpus' tokenizer."""
+    return prepared.tokenizer()
+
+
+@pytest.fixture
+def token_file(tmp_path: Path) -> Callable[..., TokenFile]:
+    """Make a token file of the documents given as lists of ids."""
+
+    def make(*documents: list[int], dtype: str = "uint16") -> TokenFile:
+        with TokenWriter(tmp_path / "tokens", dtype) as writer:
+            for document in documents:
+                writer.append(document)
+        return TokenFile(tmp_path / "tokens")
+
+    return make
