@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
+
+from common.ranks import read_place
 
 _NAME = "gramian"
 
@@ -15,12 +16,12 @@ def get_logger() -> logging.Logger:
 
 
 def setup_logging() -> None:
-    """Send the project's log to standard error, prefixed with the rank where there are several (env `RANK`)."""
-    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    """Send the project's log to standard error, prefixed with the rank where there are several."""
+    place = read_place()
     handler = logging.StreamHandler(sys.stderr)
-    prefix = f"[rank {rank}] " if world > 1 and rank > 0 else ""
+    prefix = f"[rank {place.rank}] " if place.rank > 0 else ""
     handler.setFormatter(logging.Formatter(f"{prefix}%(message)s"))
     logger = get_logger()
     logger.handlers[:] = [handler]
     logger.propagate = False
-    logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    logger.setLevel(logging.INFO if place.rank == 0 else logging.WARNING)

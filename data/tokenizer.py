@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import io
-import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ import numpy as np
 import sentencepiece
 
 from common.errors import UserError
+from common.machine import available_cores
 from data.config import MIN_VOCAB_SIZE, TokenizerConfig
 
 SAMPLE_BYTES = 16_000_000  # of text to train on: BPE merges settle long before, and it takes seconds
@@ -79,7 +79,7 @@ class SentencePieceTokenizer:
         """Ids of each text. Texts are spread over the cores, so give many at once."""
         parts = [text.split(_SPACE) for text in texts]
         flat = [part for text_parts in parts for part in text_parts]
-        encoded = iter(self._processor.encode(flat, num_threads=_cores()))
+        encoded = iter(self._processor.encode(flat, num_threads=available_cores()))
         result = []
         for text_parts in parts:
             ids = next(encoded)
@@ -168,8 +168,3 @@ def _explained(message: str, vocab_size: int) -> UserError:
     if too_small := re.search(r"smaller than required_chars. \d+ vs (\d+)", message):
         return UserError(f"{key} is too small for the characters of this corpus; set it to {too_small[1]} or more")
     return UserError(f"data.tokenizer: SentencePiece could not be trained: {message}")
-
-
-def _cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

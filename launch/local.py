@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import os
+import shlex
 import shutil
+import signal
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from common.errors import EXIT_BAD_INPUT
+from common.machine import available_cores
 from launch import ROOT
+from launch.report_errors import TOLD_BY_LAUNCHER
 from trainer.config import TrainingConfig
 from trainer.rundir import run_directory
 
-
-def available_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 
 def start_workers(config: TrainingConfig, config_path: str, overrides: list[str], nproc: int) -> None:
     """Run `nproc` workers and wait for them. Rank 0 has the terminal, the others write to `<run>/logs/`.
 
     Raises:
-        SystemExit: 2 after a worker's bad input, 1 after any other failure; the first failure is told.
+        SystemExit: 2 after a worker's bad input, 1 after any other failure, as shells count it after a signal to us.
+            The failure that came first is told, once.
     """
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -32,6 +39,9 @@ def start_workers(config: TrainingConfig, config_path: str, overrides: list[str]
     paths = [str(ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, available_cores() // nproc)))
+    os.environ["GRAMIAN_COMMAND"] = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    os.environ[TOLD_BY_LAUNCHER] = "1"
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     logs = run_directory(config).path / "logs"
     if logs.exists():
         shutil.rmtree(logs)
@@ -52,17 +62,39 @@ def start_workers(config: TrainingConfig, config_path: str, overrides: list[str]
     try:
         elastic_launch(launch, sys.executable)(*command)
     except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        print(_explain(logs, rank, failure.exitcode), file=sys.stderr)
-        raise SystemExit(EXIT_BAD_INPUT if failure.exitcode == EXIT_BAD_INPUT else 1) from None
+        message, exit_code = _first_failure(logs, error.failures)
+        print(message, file=sys.stderr, flush=True)
+        raise SystemExit(exit_code) from None
+    except SignalException as stop:
+        print(f"gramian: stopped by {stop.sigval.name}, and with it all workers", file=sys.stderr, flush=True)
+        raise SystemExit(128 + stop.sigval) from None
 
 
-def _explain(logs: Path, rank: int, exit_code: int) -> str:
-    """What to tell of the first worker that failed. Rank 0 has already spoken on the terminal."""
-    if rank == 0:
-        return "" if exit_code == EXIT_BAD_INPUT else f"gramian: rank 0 failed with exit code {exit_code}; see above"
+def _first_failure(logs: Path, failures: Mapping[int, ProcessFailure]) -> tuple[str, int]:
+    """What to tell of a failed start, and our exit code.
+
+    When one worker ends, the others soon fail for want of it: what the first one left in its report is the cause, and
+    a worker that a signal ended left none.
+    """
+    reports: dict[int, dict[str, Any]] = {}
+    for file in sorted(logs.glob("**/error.json"), key=lambda path: path.stat().st_mtime_ns):
+        reports[int(file.parent.name)] = json.loads(file.read_text(encoding="utf-8"))
+    for report in reports.values():
+        if report["exit_code"] == EXIT_BAD_INPUT:
+            return report["message"], EXIT_BAD_INPUT
+    for rank, failure in failures.items():
+        if failure.exitcode < 0:
+            name = signal.Signals(-failure.exitcode).name
+            why = ", perhaps because memory ran out" if name == "SIGKILL" else ""
+            return f"gramian: rank {rank} was ended by {name}{why}{_output(logs, rank)}", 1
+    for rank, report in reports.items():
+        return f"{report['message']}gramian: rank {rank} failed with this error{_output(logs, rank)}", 1
+    rank, failure = next(iter(failures.items()))
+    exit_code = EXIT_BAD_INPUT if failure.exitcode == EXIT_BAD_INPUT else 1
+    return f"gramian: rank {rank} failed with exit code {failure.exitcode}{_output(logs, rank)}", exit_code
+
+
+def _output(logs: Path, rank: int) -> str:
+    """Where a rank's output is; rank 0's is on the terminal."""
     files = sorted(logs.glob(f"**/{rank}/stderr.log"))
-    lines = files[-1].read_text(encoding="utf-8", errors="replace").strip().splitlines() if files else []
-    tail = lines[-1] if lines else "no output"
-    place = files[-1] if files else logs
-    return f"gramian: rank {rank} failed first, with exit code {exit_code}: {tail} (all of it in {place})"
+    return f"; its output is in {files[-1].parent}" if files else ""

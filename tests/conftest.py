@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sysconfig
 from collections.abc import Iterator
@@ -50,6 +51,15 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
         text = (library / f"{name}.py").read_text(encoding="utf-8")
         (folder / f"{name}.txt").write_text(text, encoding="utf-8")
     return folder
+
+
+@pytest.fixture(scope="session")
+def paragraphs(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The corpus cut at blank lines: documents of 2 to 2,000 characters, a row each or a few when they are padded."""
+    file = tmp_path_factory.mktemp("paragraphs") / "paragraphs.jsonl"
+    texts = [part for path in sorted(corpus.iterdir()) for part in path.read_text(encoding="utf-8").split("\n\n")]
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts if text.strip()), encoding="utf-8")
+    return file
 
 
 @pytest.fixture(scope="session")

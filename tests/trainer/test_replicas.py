@@ -17,7 +17,7 @@ from trainer.initialize import normal
 LAYOUTS = {
     "one": (1, []),
     "ddp4": (4, ["parallel.engine=ddp"]),
-    "fsdp3": (3, ["train.global_batch_size=6"]),  # 512 rows and 3 ranks: uneven shards
+    "fsdp3": (3, ["train.global_batch_size=24"]),  # 512 rows and 3 ranks: uneven shards
     "fsdp4": (4, []),
     "hsdp2x2": (4, ["parallel.dp_replicate=2"]),
 }

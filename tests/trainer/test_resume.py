@@ -126,7 +126,7 @@ def test_asynchronous_and_synchronous_saves_hold_the_same(tiny: Tiny) -> None:
 
 
 def test_checkpoint_manifest_and_format(tiny: Tiny) -> None:
-    """COMMIT holds the hash of the manifest, the manifest every file with its size and hash, and no file is a pickle."""
+    """COMMIT holds the hash of the manifest, the manifest that of every file, and no file is a pickle."""
     import hashlib
 
     folder = tiny("format", "fsdp2", "train.steps=5").checkpoint(5)
