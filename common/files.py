@@ -51,10 +51,19 @@ def hash_json(value: Any) -> str:
     return hashlib.blake2b(text.encode("utf-8"), digest_size=32).hexdigest()
 
 
+def next_numbered(folder: Path) -> Path:
+    """`folder`/0000, or the number after those that are there; not made yet."""
+    return folder / f"{len(list(folder.glob('[0-9]*'))):04d}"
+
+
 @contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock on `path` (made if absent); it is released when the process ends, however it ends."""
+def locked(path: Path, wait: bool = True) -> Iterator[None]:
+    """Hold an exclusive lock on `path` (made if absent); it is released when the process ends, however it ends.
+
+    Raises:
+        BlockingIOError: another process holds it and `wait` is false.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "a", encoding="utf-8") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         yield

@@ -16,12 +16,18 @@ def get_logger() -> logging.Logger:
 
 
 def setup_logging() -> None:
-    """Send the project's log to standard error, prefixed with the rank where there are several."""
+    """Send progress to standard output, warnings to standard error, prefixed with the rank where there are several.
+
+    Standard error is for what is wrong: bad input is one line there, whatever was done before it was found.
+    """
     place = read_place()
-    handler = logging.StreamHandler(sys.stderr)
     prefix = f"[rank {place.rank}] " if place.rank > 0 else ""
-    handler.setFormatter(logging.Formatter(f"{prefix}%(message)s"))
+    progress, warnings = logging.StreamHandler(sys.stdout), logging.StreamHandler(sys.stderr)
+    progress.addFilter(lambda record: record.levelno < logging.WARNING)
+    warnings.setLevel(logging.WARNING)
     logger = get_logger()
-    logger.handlers[:] = [handler]
+    logger.handlers[:] = [progress, warnings]
+    for handler in logger.handlers:
+        handler.setFormatter(logging.Formatter(f"{prefix}%(message)s"))
     logger.propagate = False
     logger.setLevel(logging.INFO if place.rank == 0 else logging.WARNING)

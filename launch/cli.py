@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from common.errors import EXIT_BAD_INPUT
 from launch.report_errors import user_errors
 
 app = typer.Typer(
@@ -50,12 +52,15 @@ def generate(
     max_tokens: Annotated[int, typer.Option(min=1, help="New tokens at most.")] = 100,
     temperature: Annotated[float, typer.Option(min=0.0, help="Divides the logits; 0: the likeliest token.")] = 0.8,
     top_k: Annotated[int, typer.Option(min=0, help="Sample among this many likeliest tokens; 0: all.")] = 50,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the sampling.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the sampling.")] = 0,
 ) -> None:
     """Continue a text with a trained model."""
     with user_errors():
+        from common.errors import UserError
         from trainer.rundir import find_checkpoint
 
+        if any("\ud800" <= c <= "\udfff" for c in prompt):
+            raise UserError("--prompt is not UTF-8 text; encode it as UTF-8")
         folder = find_checkpoint(checkpoint)
 
         from trainer.generate import generate as continue_text
@@ -67,4 +72,15 @@ def run() -> None:
     """Entry point of the console command."""
     # A worker's log lines and a user's pipe see output as it is made.
     os.environ.setdefault("PYTHONUNBUFFERED", "1")
-    app(prog_name="gramian")
+    try:
+        code = app(prog_name="gramian", standalone_mode=False)
+    except Exception as error:
+        # Words that are no command or option. typer, which shows them as a box, carries a click of its own since 0.20,
+        # so that the class has no public name: it is known by what it can do.
+        if not hasattr(error, "format_message"):
+            raise
+        command = getattr(getattr(error, "ctx", None), "command_path", "gramian")
+        message = " ".join(error.format_message().split()).removesuffix(".")
+        print(f"gramian: {message}; see {command} --help", file=sys.stderr)
+        raise SystemExit(EXIT_BAD_INPUT) from None
+    raise SystemExit(code)

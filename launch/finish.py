@@ -47,5 +47,8 @@ def print_ways_on(config: TrainingConfig, run: RunDirectory) -> None:
     step = run.committed()[-1]
     print(f"run '{config.run.name}' is finished: {step} steps are done and {config.train.steps} were asked for")
     print_summary(config, run)
-    print(f"go on         with more steps:      train.steps={2 * step}")
+    stretched = (
+        "" if config.schedule.name in ("constant", "inverse_sqrt") else " (the schedule then is that of the new length)"
+    )
+    print(f"go on         with more steps:      train.steps={2 * step}{stretched}")
     print(f"              or under a new name:  run.name={config.run.name}-2", flush=True)

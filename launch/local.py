@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import shlex
-import shutil
 import signal
 import sys
 from collections.abc import Mapping
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.errors import EXIT_BAD_INPUT
+from common.files import next_numbered
 from common.machine import available_cores
 from launch import ROOT
 from launch.report_errors import TOLD_BY_LAUNCHER
@@ -41,10 +41,10 @@ def start_workers(config: TrainingConfig, config_path: str, overrides: list[str]
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, available_cores() // nproc)))
     os.environ["GRAMIAN_COMMAND"] = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
     os.environ[TOLD_BY_LAUNCHER] = "1"
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    logs = run_directory(config).path / "logs"
-    if logs.exists():
-        shutil.rmtree(logs)
+    for name in list(logging.root.manager.loggerDict):  # each has a level of its own
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+    logs = next_numbered(run_directory(config).path / "logs")
     logs.mkdir(parents=True)
     launch = LaunchConfig(
         min_nodes=1,
@@ -73,8 +73,8 @@ def start_workers(config: TrainingConfig, config_path: str, overrides: list[str]
 def _first_failure(logs: Path, failures: Mapping[int, ProcessFailure]) -> tuple[str, int]:
     """What to tell of a failed start, and our exit code.
 
-    When one worker ends, the others soon fail for want of it: what the first one left in its report is the cause, and
-    a worker that a signal ended left none.
+    When one worker ends, the others soon fail for want of it, or torch elastic ends them by SIGTERM: the report that
+    was left first is the cause, unless a worker was ended by another signal, which leaves none.
     """
     reports: dict[int, dict[str, Any]] = {}
     for file in sorted(logs.glob("**/error.json"), key=lambda path: path.stat().st_mtime_ns):
@@ -83,7 +83,7 @@ def _first_failure(logs: Path, failures: Mapping[int, ProcessFailure]) -> tuple[
         if report["exit_code"] == EXIT_BAD_INPUT:
             return report["message"], EXIT_BAD_INPUT
     for rank, failure in failures.items():
-        if failure.exitcode < 0:
+        if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:
             name = signal.Signals(-failure.exitcode).name
             why = ", perhaps because memory ran out" if name == "SIGKILL" else ""
             return f"gramian: rank {rank} was ended by {name}{why}{_output(logs, rank)}", 1

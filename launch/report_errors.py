@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
+import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from common.errors import EXIT_BAD_INPUT, UserError
+
+EXIT_INTERRUPTED = 130  # as a shell counts a process that Ctrl-C ended
+# Set by our own launcher: the workers are quiet about their end, and the launcher tells it once.
+TOLD_BY_LAUNCHER = "GRAMIAN_TOLD_BY_LAUNCHER"
 
 
 @contextmanager
@@ -18,5 +26,23 @@ def user_errors() -> Iterator[None]:
     except UserError as error:
         rank = os.environ.get("RANK", "0")
         who = "gramian" if rank == "0" else f"gramian [rank {rank}]"
-        print(f"{who}: {error}", file=sys.stderr, flush=True)
+        _tell(f"{who}: {error}", EXIT_BAD_INPUT)
         raise SystemExit(EXIT_BAD_INPUT) from None
+    except KeyboardInterrupt:
+        if TOLD_BY_LAUNCHER not in os.environ:
+            print("gramian: interrupted", file=sys.stderr, flush=True)
+        raise SystemExit(EXIT_INTERRUPTED) from None
+    except Exception:
+        if TOLD_BY_LAUNCHER not in os.environ:
+            raise
+        _tell(traceback.format_exc(), 1)
+        raise SystemExit(1) from None
+
+
+def _tell(message: str, exit_code: int) -> None:
+    """Print how this process ends, or leave it for our launcher where torch elastic keeps such reports."""
+    if TOLD_BY_LAUNCHER in os.environ:
+        report = {"message": message, "timestamp": int(time.time()), "exit_code": exit_code}
+        Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps(report), encoding="utf-8")
+    else:
+        print(message, file=sys.stderr, flush=True)

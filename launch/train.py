@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-import os
+import sys
 
+from common.errors import UserError
+from common.logs import setup_logging
+from common.ranks import is_worker
 from launch import worker
 from launch.finish import is_finished, print_ways_on
 from trainer.config import load_config
@@ -13,10 +16,19 @@ from trainer.rundir import run_directory
 
 def run_train(config_path: str, overrides: list[str], nproc: int | None, dry_run: bool) -> None:
     """Train `config_path` on `nproc` processes of this machine; inside torchrun, be one of its workers."""
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ and not dry_run:
+    if is_worker() and not dry_run:
+        if nproc is not None:
+            raise UserError("--nproc is for starting processes, but RANK or WORLD_SIZE says that this is one; drop it")
         worker.run(config_path, overrides)
         return
     config = load_config(config_path, overrides)
+    run = run_directory(config)
+    if not dry_run:
+        run.check_config(config)
+        if is_finished(config, run):
+            print_ways_on(config, run)
+            return
+        run.check_writable()
     nproc = nproc or _default_processes()
     layout = plan_layout(config, nproc)
     if dry_run:
@@ -24,15 +36,13 @@ def run_train(config_path: str, overrides: list[str], nproc: int | None, dry_run
 
         print_plan(config, layout)
         return
-    run = run_directory(config)
-    run.check_config(config)
-    if is_finished(config, run):
-        print_ways_on(config, run)
-        return
 
     from data.prepare import prepare
+    from trainer.start import check_start, starting_checkpoint
 
-    prepare(config.data, show_progress=True)
+    setup_logging()
+    starting_checkpoint(config, run)  # a path that leads nowhere is found before the corpus is read
+    check_start(config, run, prepare(config.data, show_progress=sys.stderr.isatty()))
     if nproc == 1:
         worker.run(config_path, overrides)
         return

@@ -6,32 +6,38 @@ torchrun and the launchers that follow it set it. Started alone it is the only p
 
 from __future__ import annotations
 
-import os
 import sys
 
+from common.errors import UserError
 from common.logs import setup_logging
+from common.ranks import read_place
 from launch.finish import finish_run, is_finished, print_ways_on
 from launch.report_errors import user_errors
+from trainer.config import load_config
+from trainer.layout import plan_layout
+from trainer.rundir import run_directory
 
 
 def run(config_path: str, overrides: list[str]) -> None:
     """Train in this process, as one of the ranks that the environment describes."""
-    from trainer.config import load_config
-    from trainer.rundir import run_directory
-
+    place = read_place()
     setup_logging()
     config = load_config(config_path, overrides)
     directory = run_directory(config)
     directory.check_config(config)
-    if is_finished(config, directory):  # quick, and before torch is imported
-        if os.environ.get("RANK", "0") == "0":
+    # What can be known is found before torch is imported, which takes seconds.
+    if is_finished(config, directory):
+        if place.rank == 0:
             print_ways_on(config, directory)
         return
+    directory.check_writable()
+    plan_layout(config, place.world_size)
 
     from trainer.loop import train
     from trainer.runtime import start_runtime
 
-    with start_runtime() as runtime:
+    # The inner `user_errors` leaves its report before the group is taken down, and so before the others fail over that.
+    with start_runtime() as runtime, user_errors():
         done = train(config, runtime)
         if runtime.is_main:
             finish_run(config, done)
@@ -41,8 +47,6 @@ def main(arguments: list[str]) -> None:
     """Command line of a worker."""
     with user_errors():
         if not arguments:
-            from common.errors import UserError
-
             raise UserError("usage: torchrun --nproc-per-node N -m launch.worker CONFIG [key.path=value ...]")
         run(arguments[0], arguments[1:])
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import shutil
 import threading
+import warnings
 from collections.abc import Mapping
 from concurrent.futures import Future
 from pathlib import Path
@@ -29,10 +30,9 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceSt
 from common.errors import UserError
 from common.files import atomic_write, hash_file, sync_directory
 from trainer.engines.base import Engine
+from trainer.manifest import FORMAT_VERSION, MANIFEST, STATE, damaged_files, fingerprint, refuse_damaged
 from trainer.rundir import COMMIT, RunDirectory
 from trainer.runtime import Runtime
-
-FORMAT_VERSION = 1
 
 
 class Checkpointer:
@@ -89,43 +89,28 @@ class Checkpointer:
 
     def _commit(self, folder: Path, trainer_state: dict[str, Any], tokenizer: Path) -> None:
         """Hash what this rank wrote; rank 0 gathers the hashes, writes the manifest and then COMMIT."""
-        mine = {p.name: _fingerprint(p) for p in folder.glob(f"shard-{self._runtime.rank + 1:05d}-*")}
+        mine = {p.name: fingerprint(p) for p in folder.glob(f"shard-{self._runtime.rank + 1:05d}-*")}
         gathered: list[Any] = [None] * self._runtime.world_size
         dist.gather_object(mine, gathered if self._runtime.is_main else None, group=self._group)
         if not self._runtime.is_main:
             return
-        atomic_write(folder / "trainer.json", json.dumps({"format": FORMAT_VERSION, **trainer_state}, indent=1))
+        atomic_write(folder / STATE, json.dumps({"format": FORMAT_VERSION, **trainer_state}, indent=1))
         atomic_write(folder / "tokenizer.model", tokenizer.read_bytes())
         files = {name: entry for part in gathered for name, entry in part.items()}
-        files |= {name: _fingerprint(folder / name) for name in ("trainer.json", "tokenizer.model")}
+        files |= {name: fingerprint(folder / name) for name in (STATE, "tokenizer.model")}
         manifest = {"format": FORMAT_VERSION, "files": dict(sorted(files.items()))}
-        atomic_write(folder / "manifest.json", json.dumps(manifest, indent=1))
-        atomic_write(folder / COMMIT, hash_file(folder / "manifest.json") + "\n")
+        atomic_write(folder / MANIFEST, json.dumps(manifest, indent=1))
+        atomic_write(folder / COMMIT, hash_file(folder / MANIFEST) + "\n")
         sync_directory(folder.parent)
         self._run.prune(self._keep)
 
 
-def read_trainer_state(folder: Path) -> dict[str, Any]:
-    """The plain data of a committed checkpoint.
-
-    Raises:
-        UserError: a format that this version does not know.
-    """
-    state: dict[str, Any] = json.loads((folder / "trainer.json").read_text(encoding="utf-8"))
-    if state.get("format") != FORMAT_VERSION:
-        raise UserError(
-            f"{folder} has checkpoint format {state.get('format')}, this version reads {FORMAT_VERSION}; "
-            f"use the version of gramian that wrote it"
-        )
-    return state
-
-
 def load_engine(folder: Path, engine: Engine, runtime: Runtime) -> None:
     """Load weights and optimizer state into an engine, whatever layout wrote them. Ranks share the check of files."""
-    damaged = _damaged(folder, runtime.rank, runtime.world_size)
+    damaged = damaged_files(folder, runtime.rank, runtime.world_size)
     reports: list[Any] = [None] * runtime.world_size
     dist.all_gather_object(reports, damaged)
-    _refuse_damaged(folder, [name for report in reports for name in report])
+    refuse_damaged(folder, [name for report in reports for name in report])
     state = engine.state_dict()
     _load(folder, state, no_dist=False)
     engine.load_state_dict(state)
@@ -133,7 +118,7 @@ def load_engine(folder: Path, engine: Engine, runtime: Runtime) -> None:
 
 def load_weights(folder: Path, model: torch.nn.Module) -> None:
     """Load a checkpoint's weights into a plain model in this process, without a process group."""
-    _refuse_damaged(folder, _damaged(folder, 0, 1))
+    refuse_damaged(folder, damaged_files(folder))
     state = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
     _load(folder, state, no_dist=True, partial=True)
 
@@ -157,29 +142,7 @@ def _load(folder: Path, state: dict[str, Tensor], no_dist: bool, partial: bool =
                 f"{folder} is a checkpoint of another {what}: it {problem} '{names[0]}'{more}; "
                 f"use the config that wrote it (in its trainer.json)"
             )
-    dcp.load(state, storage_reader=reader, no_dist=no_dist)
-
-
-def _fingerprint(path: Path) -> dict[str, Any]:
-    return {"bytes": path.stat().st_size, "blake2b": hash_file(path)}
-
-
-def _damaged(folder: Path, part: int, parts: int) -> list[str]:
-    """Files of the manifest that are absent or not as they were written; this rank looks at one part of them."""
-    manifest_file = folder / "manifest.json"
-    if not manifest_file.exists() or (folder / COMMIT).read_text().strip() != hash_file(manifest_file):
-        return ["manifest.json"]
-    files = json.loads(manifest_file.read_text(encoding="utf-8"))["files"]
-    return [
-        name
-        for name, entry in list(files.items())[part::parts]
-        if not (folder / name).exists() or _fingerprint(folder / name) != entry
-    ]
-
-
-def _refuse_damaged(folder: Path, names: list[str]) -> None:
-    if names:
-        raise UserError(
-            f"{folder}: damaged: {', '.join(sorted(set(names)))}; "
-            f"remove that checkpoint's folder to continue from the one before it"
-        )
+    with warnings.catch_warnings():
+        # That one process loads is what `no_dist` asks for; torch warns of it all the same.
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.load(state, storage_reader=reader, no_dist=no_dist)

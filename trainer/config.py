@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from common.config import Config, apply_overrides, read_tree, validate
 from common.errors import UserError
@@ -21,20 +21,22 @@ class RunConfig(Config):
 
     name: str = Field("run", description="Name of the run, and of its folder under `run.dir`.")
     dir: str = Field("runs", description="Folder of all runs, relative to the working directory.")
-    seed: int = Field(0, ge=0, description="Seed of the initial weights and of the order of the data.")
+    seed: int = Field(0, ge=0, lt=2**63, description="Seed of the initial weights and of the order of the data.")
 
-    @model_validator(mode="after")
-    def _check(self) -> RunConfig:
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", self.name):
+    @field_validator("name")
+    @classmethod
+    def _is_a_folder_name(cls, name: str) -> str:
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
             raise ValueError(
-                f"'name' must be a plain folder name of letters, digits, '.', '_' and '-', got {self.name!r}"
+                f"must be a plain folder name of letters, digits, '.', '_' and '-', got {name!r}; "
+                f"the folder it lies in is run.dir"
             )
-        return self
+        return name
 
     @property
     def folder(self) -> Path:
         """The run directory."""
-        return Path(self.dir) / self.name
+        return Path(self.dir).expanduser() / self.name
 
 
 class TrainConfig(Config):
@@ -149,7 +151,8 @@ def load_config(path: Path | str, overrides: Iterable[str] = ()) -> TrainingConf
     Raises:
         UserError: one line that names the file or override, the key and the fix.
     """
-    return validate(TrainingConfig, apply_overrides(read_tree(Path(path)), overrides), str(path))
+    words = list(overrides)
+    return validate(TrainingConfig, apply_overrides(read_tree(Path(path)), words), str(path), words)
 
 
 def differences(ours: dict[str, Any], theirs: dict[str, Any], prefix: str = "") -> list[str]:

@@ -12,7 +12,8 @@ from data.tokenizer import load_tokenizer
 from models.cache import KVCache
 from models.config import ModelConfig
 from models.transformer import Transformer
-from trainer.checkpoint import load_weights, read_trainer_state
+from trainer.checkpoint import load_weights
+from trainer.manifest import read_trainer_state
 
 
 @torch.no_grad()

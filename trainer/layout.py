@@ -31,10 +31,11 @@ class Layout:
 
     def describe(self) -> str:
         """The mesh and the batch arithmetic, one line each."""
+        ranks = f"{self.world_size} rank{'s' if self.world_size > 1 else ''}"
         return (
-            f"mesh   {self.engine}: {self.world_size} ranks = dp_replicate {self.dp_replicate} x "
+            f"mesh   {self.engine}: {ranks} = dp_replicate {self.dp_replicate} x "
             f"dp_shard {self.dp_shard}\n"
-            f"batch  {self.global_batch_size} sequences = {self.world_size} ranks x {self.micro_batch_size} per "
+            f"batch  {self.global_batch_size} sequences = {ranks} x {self.micro_batch_size} per "
             f"micro-batch x {self.accumulation} accumulated; "
             f"x {self.seq_len} tokens = {self.global_batch_size * self.seq_len:,} tokens a step"
         )
@@ -64,9 +65,10 @@ def plan_layout(config: TrainingConfig, world_size: int) -> Layout:
                 f"but there are {world_size} processes; set parallel.dp_shard=-1, or --nproc {replicate * shard}"
             )
     if train.global_batch_size % world_size:
+        fitting = _round_up(train.global_batch_size, world_size * train.micro_batch_size)
         raise UserError(
             f"'train.global_batch_size' ({train.global_batch_size}) is not divisible by the {world_size} processes; "
-            f"set train.global_batch_size={_round_up(train.global_batch_size, world_size)}, or another --nproc"
+            f"set train.global_batch_size={fitting}, or another --nproc"
         )
     per_rank = train.global_batch_size // world_size
     if per_rank % train.micro_batch_size:

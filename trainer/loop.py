@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
@@ -30,9 +31,15 @@ from trainer.throughput import peak_flops
 
 def train(config: TrainingConfig, runtime: Runtime) -> RunDirectory:
     """Train a config on the ranks at hand, from the start or from the newest committed checkpoint."""
-    layout = plan_layout(config, runtime.world_size)
     run = run_directory(config)
+    with run.in_use() if runtime.is_main else nullcontext():
+        _train(config, run, runtime)
+    return run
+
+
+def _train(config: TrainingConfig, run: RunDirectory, runtime: Runtime) -> None:
     run.check_config(config)
+    layout = plan_layout(config, runtime.world_size)
     data = prepare(config.data)
     model_config = config.model.with_vocab_size(data.vocab_size)
     batches = Batches(data, config.data, config.run.seed, config.train.global_batch_size)
@@ -88,7 +95,6 @@ def train(config: TrainingConfig, runtime: Runtime) -> RunDirectory:
             clock += time.perf_counter() - pause  # evaluating and saving do not count as training time
         checkpointer.wait()
         dist.barrier()  # the last checkpoint is committed before any rank goes on
-    return run
 
 
 def train_step(

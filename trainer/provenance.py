@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
+import shlex
 import socket
 import subprocess
 import sys
@@ -15,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 import yaml
 
-from common.files import atomic_write
+from common.files import atomic_write, next_numbered
 from data.prepare import PreparedData
 from trainer.config import TrainingConfig
 from trainer.layout import Layout
@@ -37,11 +39,12 @@ def record_start(
     dist.all_gather_object(hosts, socket.gethostname())
     if not runtime.is_main:
         return
-    folder = run.path / "starts" / f"{len(list((run.path / 'starts').glob('*'))):04d}"
+    folder = next_numbered(run.path / "starts")
     commit, diff = _git("rev-parse", "HEAD"), _git("diff", "HEAD")
     record = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        # Our launcher hands down what the user typed; any other starts workers with what it was told.
+        "command": os.environ.get("GRAMIAN_COMMAND") or shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "from_step": step,
         "git_commit": commit and commit.strip(),
         "git_dirty": bool(diff),

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,7 @@ import yaml
 
 from common.config import read_tree
 from common.errors import UserError
-from common.files import atomic_write
+from common.files import atomic_write, locked
 from trainer.config import TrainingConfig, differences
 
 # Keys, and sections with a dot at the end, that may change between two starts of one run: they change no number beyond
@@ -99,6 +102,31 @@ class RunDirectory:
                 f"{self.path} has checkpoints and checkpoint.resume is never; "
                 f"choose another run.name, or checkpoint.resume=auto to continue"
             )
+
+    def check_writable(self) -> None:
+        """Refuse a place where the run cannot be written; nothing is made yet."""
+        place = self.path
+        while not place.exists() and not place.is_symlink() and place != place.parent:
+            place = place.parent
+        if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+            what = "a folder you may write to" if place.is_dir() else "a folder"
+            raise UserError(f"'run.dir': cannot write {self.path}, because {place} is not {what}; set run.dir=...")
+
+    @contextlib.contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Keep other starts of the run out of the directory for as long as this one goes on.
+
+        Raises:
+            UserError: another start is going on.
+        """
+        with contextlib.ExitStack() as stack:
+            try:
+                stack.enter_context(locked(self.path / ".lock", wait=False))
+            except BlockingIOError:
+                raise UserError(
+                    f"{self.path} is in use by another start of this run; wait for it, or choose another run.name"
+                ) from None
+            yield
 
     def write_config(self, config: TrainingConfig) -> None:
         """Write the resolved config."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from common.errors import UserError
+from common.ranks import is_worker, read_place
 
-_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # Longer than any step, evaluation or data set-up that is not stuck.
 _TIMEOUT = timedelta(minutes=30)
 
@@ -46,7 +45,7 @@ def start_runtime() -> Iterator[Runtime]:
     Raises:
         UserError: variables that are incomplete, not numbers, or contradict one another or the machine.
     """
-    rank, world_size, local_rank = _read_environment()
+    rank, world_size, local_rank = read_place()
     if torch.cuda.is_available():
         if local_rank >= torch.cuda.device_count():
             raise UserError(
@@ -59,7 +58,7 @@ def start_runtime() -> Iterator[Runtime]:
     else:
         device, backend = torch.device("cpu"), "gloo"
     device_id = device if device.type == "cuda" else None
-    if world_size == 1 and "MASTER_ADDR" not in os.environ:
+    if not is_worker():
         store = dist.HashStore()
         dist.init_process_group(backend, store=store, rank=0, world_size=1, device_id=device_id)
     else:
@@ -68,27 +67,3 @@ def start_runtime() -> Iterator[Runtime]:
         yield Runtime(rank, world_size, local_rank, device)
     finally:
         dist.destroy_process_group()
-
-
-def _read_environment() -> tuple[int, int, int]:
-    """RANK, WORLD_SIZE and LOCAL_RANK; a process that was started alone is rank 0 of 1."""
-    if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
-        return 0, 1, 0
-    missing = [name for name in _VARIABLES if not os.environ.get(name)]
-    if missing:
-        raise UserError(
-            f"{', '.join(missing)} not set though {'RANK' if 'RANK' in os.environ else 'WORLD_SIZE'} is; "
-            f"start workers with torchrun or `gramian train --nproc N`, or unset RANK and WORLD_SIZE"
-        )
-    rank, world_size = _number("RANK"), _number("WORLD_SIZE")
-    if not 0 <= rank < world_size:
-        raise UserError(f"RANK is {rank} but must lie in 0..{world_size - 1} (WORLD_SIZE {world_size})")
-    # Without LOCAL_RANK all ranks are taken to be on this machine; on a machine without GPUs it does not matter.
-    return rank, world_size, _number("LOCAL_RANK") if "LOCAL_RANK" in os.environ else rank
-
-
-def _number(name: str) -> int:
-    text = os.environ[name]
-    if not text.isdecimal():
-        raise UserError(f"environment variable {name} must be a number, got {text!r}")
-    return int(text)

@@ -1,0 +1,31 @@
+"""A run made once by the command, to look at from all sides."""
+
+from __future__ import annotations
+
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.launch.commands import command, tiny
+from trainer.rundir import RunDirectory
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A finished run of six steps on two processes, and what the command printed."""
+
+    run: RunDirectory
+    folder: Path
+    words: list[str]
+    result: subprocess.CompletedProcess[str]
+
+
+@pytest.fixture(scope="package")
+def trained(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    folder = tmp_path_factory.mktemp("trained")
+    words = tiny(corpus, folder, "--nproc", "2", "train.steps=6", "checkpoint.every=3", "train.sample_prompt=def ")
+    result = command(*words)
+    assert result.returncode == 0, result.stderr
+    return Trained(RunDirectory(folder / "tiny"), folder, words, result)

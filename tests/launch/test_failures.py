@@ -1,0 +1,126 @@
+"""How a start ends when a worker fails or someone stops it: told once, and nothing is left running."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.launch.commands import BIN, assert_refused, command, environment, tiny
+
+# Python runs a `sitecustomize` at its start: this one lets rank 1 fail inside the loop, where rank 0 waits for it.
+_HOOK = """
+import importlib.util, os, sys
+
+def patch(loop):
+    def step(*_):
+        if os.environ["FAULT"] == "user error":
+            from common.errors import UserError
+            raise UserError("'data.corpus': only this rank sees it; mend it")
+        raise RuntimeError("boom")
+    loop.train_step = step
+
+class Finder:
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        if name != "trainer.loop":
+            return None
+        sys.meta_path.remove(cls)
+        spec = importlib.util.find_spec(name)
+        execute = spec.loader.exec_module
+        spec.loader.exec_module = lambda module: (execute(module), patch(module))
+        return spec
+
+if os.environ.get("RANK") == "1":
+    sys.meta_path.insert(0, Finder)
+"""
+
+
+@pytest.mark.usefixtures("trained")
+@pytest.mark.parametrize("fault", ["user error", "fault"])
+def test_what_one_rank_alone_sees_is_told_once(corpus: Path, tmp_path: Path, fault: str) -> None:
+    """The other rank's error, that its peer is gone, is a consequence and is not shown."""
+    (tmp_path / "sitecustomize.py").write_text(_HOOK)
+    words = tiny(corpus, tmp_path / "runs", "--nproc", "2")
+    result = command(*words, PYTHONPATH=str(tmp_path), FAULT=fault)
+    if fault == "user error":
+        assert_refused(result, "gramian [rank 1]: 'data.corpus': only this rank sees it; mend it")
+        return
+    assert result.returncode == 1
+    *trace, last = result.stderr.splitlines()
+    assert trace[-1] == "RuntimeError: boom"
+    assert result.stderr.count("Traceback") == 1
+    assert last.startswith("gramian: rank 1 failed with this error; its output is in ")
+    assert (Path(last.rpartition(" ")[2]) / "stderr.log").exists()
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """What torch elastic tells of a worker that ended."""
+
+    exitcode: int
+
+
+@pytest.mark.parametrize(
+    ("exits", "reports", "expected"),
+    [
+        # A worker that a signal ended leaves no report; the others report that it is gone.
+        ({0: 1, 1: -signal.SIGKILL}, {0: (1, "lost peer\n")}, (1, "gramian: rank 1 was ended by SIGKILL, perhaps")),
+        # The rest of the gang is ended by SIGTERM, and that is no cause.
+        ({0: -signal.SIGTERM, 1: 1}, {1: (1, "boom\n")}, (1, "boom\ngramian: rank 1 failed with this error")),
+        # The earlier report is the cause, unless there is bad input.
+        ({0: 1, 1: 1}, {1: (1, "boom\n"), 0: (1, "lost peer\n")}, (1, "boom\ngramian: rank 1")),
+        ({0: 1, 1: 2}, {0: (1, "lost peer\n"), 1: (2, "gramian [rank 1]: bad")}, (2, "gramian [rank 1]: bad")),
+        # Workers that ended before they could report, as an interpreter does that does not find a module.
+        ({1: 1}, {}, (1, "gramian: rank 1 failed with exit code 1")),
+    ],
+)
+def test_which_failure_is_told(
+    tmp_path: Path, exits: dict[int, int], reports: dict[int, tuple[int, str]], expected: tuple[int, str]
+) -> None:
+    from launch.local import _first_failure
+
+    for moment, (rank, (code, message)) in enumerate(reports.items()):
+        file = tmp_path / "run" / "attempt_0" / str(rank) / "error.json"
+        file.parent.mkdir(parents=True)
+        file.write_text(json.dumps({"message": message, "exit_code": code}))
+        os.utime(file, ns=(moment, moment))
+    message, code = _first_failure(tmp_path, {rank: _Failure(code) for rank, code in exits.items()})  # type: ignore[misc]
+    assert code == expected[0]
+    assert message.startswith(expected[1])
+
+
+def _children(pid: int) -> list[int]:
+    listed = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True)
+    return [int(word) for word in listed.stdout.split()]
+
+
+@pytest.mark.usefixtures("trained")
+@pytest.mark.parametrize("processes", [1, 2])
+def test_ctrl_c(corpus: Path, tmp_path: Path, processes: int) -> None:
+    """One line, the exit code of an interrupt, no worker left; the committed checkpoint stays."""
+    words = tiny(corpus, tmp_path, "--nproc", str(processes), "train.steps=100000", "checkpoint.every=2")
+    words += ["eval.batches=0", "log.every=1000"]
+    with subprocess.Popen(
+        [str(BIN / "gramian"), *words], env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        deadline = time.monotonic() + 60
+        while not list(tmp_path.glob("tiny/checkpoints/*/COMMIT")) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        workers = _children(process.pid) if processes > 1 else []
+        process.send_signal(signal.SIGINT)
+        _, error = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert len(error.splitlines()) == 1, error
+    assert error.startswith("gramian: ")
+    assert len(workers) >= processes - 1
+    for pid in workers:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+    assert list(tmp_path.glob("tiny/checkpoints/*/COMMIT"))

@@ -1,0 +1,75 @@
+"""`gramian generate` on a trained run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.launch.commands import command
+from tests.launch.conftest import Trained
+
+
+class Generate:
+    """Calls the command in this process, which has torch already; returns what it prints."""
+
+    def __init__(self, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self._run, self._capsys = run, capsys
+
+    def __call__(self, *words: str, at: Path | None = None) -> str:
+        from launch.cli import app
+
+        app(["generate", str(at or self._run), *words], standalone_mode=False)
+        return self._capsys.readouterr().out
+
+
+@pytest.fixture
+def generate(trained: Trained, capsys: pytest.CaptureFixture[str]) -> Generate:
+    return Generate(trained.run.path, capsys)
+
+
+def test_seeds(trained: Trained, generate: Generate) -> None:
+    words = ["--prompt", "def ", "--max-tokens", "20"]
+    first = generate(*words, "--seed", "0")
+    assert first.startswith("def ")
+    assert first == generate(*words) == generate(*words, at=trained.run.checkpoint(6))
+    assert first != generate(*words, "--seed", "1")
+    # Another process gives the same text, and nothing but it.
+    result = command("generate", trained.run.path, *words, "--seed", "0")
+    assert (result.returncode, result.stdout, result.stderr) == (0, first, "")
+
+
+def test_temperature_and_top_k(generate: Generate) -> None:
+    """At temperature 0 or among one token there is no chance; either gives the likeliest text."""
+    words = ["--prompt", "import ", "--max-tokens", "20"]
+    greedy = generate(*words, "--temperature", "0")
+    assert greedy == generate(*words, "--temperature", "0", "--seed", "7")
+    assert greedy == generate(*words, "--top-k", "1", "--seed", "3")
+    assert greedy != generate(*words, "--temperature", "2", "--top-k", "0")
+
+
+def test_number_of_tokens(trained: Trained, generate: Generate) -> None:
+    from data.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(trained.run.checkpoint(6) / "tokenizer.model")
+    words = ["--prompt", "class", "--temperature", "0"]
+    texts = [generate(*words, "--max-tokens", n).removesuffix("\n") for n in ("1", "5", "1000")]
+    prompt = len(tokenizer.encode(["class"])[0])
+    added = [len(tokenizer.encode([text])[0]) - prompt for text in texts[:2]]
+    assert 1 <= added[0] <= 1 < added[1] <= 5
+    assert texts[1].startswith(texts[0])
+    assert texts[2].startswith(texts[1])
+    assert generate("--max-tokens", "5")  # no prompt is an empty one
+
+
+@pytest.mark.parametrize(
+    ("prompt", "parts"),
+    [("word " * 100, ["--prompt is", "64 (model.max_seq_len)", "shorten"]), ("a\udcff", ["--prompt is not UTF-8"])],
+)
+def test_refused_prompts(generate: Generate, capsys: pytest.CaptureFixture[str], prompt: str, parts: list[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        generate("--prompt", prompt)
+    assert end.value.code == 2
+    error = capsys.readouterr().err
+    assert len(error.splitlines()) == 1
+    assert all(part in error for part in parts)

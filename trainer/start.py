@@ -1,0 +1,73 @@
+"""Where a run starts from, and whether it can: checked before processes are started. Imports no torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from common.errors import UserError
+from data.loader import Batches
+from data.prepare import PreparedData
+from models.config import ModelConfig
+from trainer.config import TrainingConfig, differences
+from trainer.manifest import read_trainer_state
+from trainer.rundir import RunDirectory, find_checkpoint
+
+
+def starting_checkpoint(config: TrainingConfig, run: RunDirectory) -> Path | None:
+    """The run's newest committed checkpoint, or else the one that `checkpoint.resume` names; None: a new run.
+
+    Raises:
+        UserError: there is no checkpoint where `checkpoint.resume` points.
+    """
+    if steps := run.committed():
+        return run.checkpoint(steps[-1])
+    if config.checkpoint.resume in ("auto", "never"):
+        return None
+    try:
+        return find_checkpoint(Path(config.checkpoint.resume).expanduser())
+    except UserError as error:
+        raise UserError(f"'checkpoint.resume': {error}") from None
+
+
+def check_start(config: TrainingConfig, run: RunDirectory, data: PreparedData) -> None:
+    """Refuse what the workers would refuse: a corpus without a whole row, a checkpoint of something else."""
+    Batches(data, config.data, config.run.seed, config.train.global_batch_size)
+    model = config.model.with_vocab_size(data.vocab_size)
+    if folder := starting_checkpoint(config, run):
+        check_fits(folder, read_trainer_state(folder), config, model, data)
+
+
+def check_fits(
+    folder: Path, state: dict[str, Any], config: TrainingConfig, model: ModelConfig, data: PreparedData
+) -> None:
+    """Refuse a checkpoint that this config cannot go on from.
+
+    Raises:
+        UserError: a checkpoint of another architecture, optimizer, tokenizer or corpus; the line says which.
+    """
+    ours, theirs = model.model_dump(mode="json"), state["model"]
+    changed = [key for key in differences(ours, theirs) if key != "preset"]
+    if changed:
+        key = changed[0]
+        raise UserError(
+            f"{folder} is a checkpoint of another architecture: its 'model.{key}' is {theirs.get(key)}, "
+            f"not {ours.get(key)}; set model.{key}={theirs.get(key)}, or choose another checkpoint"
+        )
+    if state["step"] >= config.train.steps:
+        raise UserError(
+            f"{folder} has {state['step']} steps already and 'train.steps' is {config.train.steps}; "
+            f"set train.steps to more, or choose another checkpoint"
+        )
+    optimizer = state["config"]["optim"]["name"]
+    if optimizer != config.optim.name:
+        raise UserError(
+            f"{folder} is a checkpoint of another optimizer: its 'optim.name' is {optimizer}, "
+            f"not {config.optim.name}; set optim.name={optimizer}, or choose another checkpoint"
+        )
+    for key, what in (("tokenizer_hash", "tokenizer"), ("data_hash", "corpus")):
+        if state[key] != getattr(data, key):
+            raise UserError(
+                f"{folder} was trained with another {what} than this config gives now; "
+                f"restore the {what}, or start anew under another run.name"
+            )
