@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from data.loader import Batches
+from data.packing import Batch
+from data.prepare import prepare
+from trainer.config import TrainingConfig, load_config
+from trainer.layout import Layout, plan_layout
 from trainer.rundir import RunDirectory
 
 TINY = str(Path(__file__).resolve().parent.parent / "configs" / "tiny.yaml")
@@ -19,6 +26,41 @@ def train_worker(arguments: list[str]) -> int:
     except SystemExit as end:
         return int(end.code or 0)
     return 0
+
+
+class Started(NamedTuple):
+    """A config on this rank, ready for `step`."""
+
+    config: TrainingConfig
+    runtime: Any
+    layout: Layout
+    engine: Any
+    batches: Batches
+
+    def batch(self, step: int) -> Batch:
+        """This rank's rows of a step's global batch, counted from 0."""
+        return self.batches.train(step, self.runtime.rank, self.runtime.world_size)
+
+    def step(self, batch: Batch) -> tuple[float, float, int]:
+        """Loss, gradient norm and number of valid tokens of a training step."""
+        from trainer.loop import train_step
+
+        return train_step(self.engine, batch, self.layout, self.runtime, self.config.train.grad_clip)
+
+
+@contextmanager
+def started(overrides: list[str]) -> Iterator[Started]:
+    """Build the engine of the tiny config in this rank of the gang, without the loop around it."""
+    from trainer.build import build_engine
+    from trainer.runtime import start_runtime
+
+    config = load_config(TINY, overrides)
+    data = prepare(config.data)
+    with start_runtime() as runtime:
+        layout = plan_layout(config, runtime.world_size)
+        engine = build_engine(config, config.model.with_vocab_size(data.vocab_size), layout, runtime)
+        batches = Batches(data, config.data, config.run.seed, config.train.global_batch_size)
+        yield Started(config, runtime, layout, engine, batches)
 
 
 def losses_and_norms(run: RunDirectory) -> list[tuple[float, float]]:

@@ -10,7 +10,7 @@ import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.gang import Gang
-from tests.runs import TINY
+from tests.runs import started
 
 
 class Watch(TorchDispatchMode):
@@ -31,26 +31,13 @@ class Watch(TorchDispatchMode):
 
 def watched_step(arguments: list[str]) -> dict[str, Any]:
     """In a rank: what happens in the second training step of a config."""
-    from data.loader import Batches
-    from data.prepare import prepare
-    from trainer.build import build_engine
-    from trainer.config import load_config
-    from trainer.layout import plan_layout
-    from trainer.loop import train_step
-    from trainer.runtime import start_runtime
-
-    config = load_config(TINY, arguments)
-    data = prepare(config.data)
-    with start_runtime() as runtime:
-        layout = plan_layout(config, runtime.world_size)
-        engine: Any = build_engine(config, config.model.with_vocab_size(data.vocab_size), layout, runtime)
-        batches = Batches(data, config.data, 0, config.train.global_batch_size)
+    with started(arguments) as here:
         losses = []
         for step in range(2):
-            batch = batches.train(step, runtime.rank, runtime.world_size)
+            batch = here.batch(step)
             with Watch() as watch:
-                losses.append(train_step(engine, batch, layout, runtime, config.train.grad_clip)[0])
-        state = {str(tensor.dtype) for name, tensor in engine.state_dict().items()}
+                losses.append(here.step(batch)[0])
+        state = {str(tensor.dtype) for tensor in here.engine.state_dict().values()}
         return {"calls": dict(watch.calls), "matmuls": dict(watch.matmul_types), "state": state, "losses": losses}
 
 
@@ -94,28 +81,14 @@ def test_accumulation_communicates_once(gang: Gang, corpus: Path) -> None:
 
 
 def compiled_losses(arguments: list[str]) -> dict[str, Any]:
-    """In a rank: losses of four steps, the graphs that were compiled, and how many after the second step."""
+    """In a rank: loss and norm of four steps, how many graphs were compiled by then, and graph breaks."""
     from torch._dynamo.utils import counters
 
-    from data.loader import Batches
-    from data.prepare import prepare
-    from trainer.build import build_engine
-    from trainer.config import load_config
-    from trainer.layout import plan_layout
-    from trainer.loop import train_step
-    from trainer.runtime import start_runtime
-
     counters.clear()
-    config = load_config(TINY, arguments)
-    data = prepare(config.data)
-    with start_runtime() as runtime:
-        layout = plan_layout(config, runtime.world_size)
-        engine = build_engine(config, config.model.with_vocab_size(data.vocab_size), layout, runtime)
-        batches = Batches(data, config.data, 0, config.train.global_batch_size)
+    with started(arguments) as here:
         losses, graphs = [], []
         for step in range(4):
-            batch = batches.train(step, runtime.rank, runtime.world_size)
-            losses.append(train_step(engine, batch, layout, runtime, config.train.grad_clip)[:2])
+            losses.append(here.step(here.batch(step))[:2])
             graphs.append(counters["stats"]["unique_graphs"])
         return {"losses": losses, "graphs": graphs, "breaks": sum(counters["graph_break"].values())}
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.gang import Gang
-from tests.runs import TINY
+from tests.runs import started
 from trainer.initialize import normal
 
 LAYOUTS = {
@@ -27,33 +27,19 @@ def initial_and_trained(arguments: list[str], steps: int) -> dict[str, Any]:
     """In a rank: hashes of the whole initial weights, and of this rank's own parts before and after some steps."""
     from torch.distributed.tensor import DTensor
 
-    from data.loader import Batches
-    from data.prepare import prepare
-    from trainer.build import build_engine
-    from trainer.config import load_config
-    from trainer.layout import plan_layout
-    from trainer.loop import train_step
-    from trainer.runtime import start_runtime
-
-    config = load_config(TINY, arguments)
-    data = prepare(config.data)
-    batches = Batches(data, config.data, 0, config.train.global_batch_size)
-    with start_runtime() as runtime:
-        layout = plan_layout(config, runtime.world_size)
-        engine: Any = build_engine(config, config.model.with_vocab_size(data.vocab_size), layout, runtime)
+    with started(arguments) as here:
 
         def local() -> dict[str, str]:
-            return {
-                name: _digest(p.to_local() if isinstance(p, DTensor) else p) for name, p in engine.state_dict().items()
-            }
+            state = here.engine.state_dict().items()
+            return {name: _digest(p.to_local() if isinstance(p, DTensor) else p) for name, p in state}
 
         result: dict[str, Any] = {
-            "coordinate": engine._mesh.get_coordinate(),
-            "whole": {n: _digest(p.full_tensor()) for n, p in engine.parameters.items()},
+            "shard": here.runtime.rank % here.layout.dp_shard,
+            "whole": {n: _digest(p.full_tensor()) for n, p in here.engine.parameters.items()},
             "initial": local(),
         }
         for step in range(steps):
-            train_step(engine, batches.train(step, runtime.rank, runtime.world_size), layout, runtime, 1.0)
+            here.step(here.batch(step))
         result["trained"] = local()
     return result
 
@@ -83,7 +69,7 @@ def test_replicas_are_bit_identical(results: dict[str, list[dict[str, Any]]], na
     """Ranks with the same place in the sharding dimension hold the same bits, after init and after five steps."""
     by_shard: dict[int, list[dict[str, Any]]] = {}
     for rank in results[name]:
-        by_shard.setdefault(rank["coordinate"][1], []).append(rank)
+        by_shard.setdefault(rank["shard"], []).append(rank)
     assert len(by_shard) == (1 if name == "ddp4" else 2)
     for copies in by_shard.values():
         assert len(copies) == (4 if name == "ddp4" else 2)
