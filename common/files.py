@@ -52,8 +52,9 @@ def hash_json(value: Any) -> str:
 
 
 def next_numbered(folder: Path) -> Path:
-    """`folder`/0000, or the number after those that are there; not made yet."""
-    return folder / f"{len(list(folder.glob('[0-9]*'))):04d}"
+    """`folder`/0000, or the number after the largest that is there; not made yet."""
+    numbers = [int(path.name) for path in folder.glob("*") if path.name.isdecimal()]
+    return folder / f"{max(numbers, default=-1) + 1:04d}"
 
 
 @contextlib.contextmanager

@@ -17,13 +17,17 @@ def is_finished(config: TrainingConfig, run: RunDirectory) -> bool:
 
 def finish_run(config: TrainingConfig, run: RunDirectory) -> None:
     """Write a sample of the trained model, if the config asks for one, and print the summary."""
+    _write_sample(config, run)
+    print_summary(config, run)
+
+
+def _write_sample(config: TrainingConfig, run: RunDirectory) -> None:
     if config.train.sample_prompt is not None:
         from trainer.generate import generate
 
         checkpoint = find_checkpoint(run.path)
         text = generate(checkpoint, config.train.sample_prompt, SAMPLE_TOKENS, 0.8, 50, config.run.seed)
         atomic_write(run.sample_file, text)
-    print_summary(config, run)
 
 
 def print_summary(config: TrainingConfig, run: RunDirectory) -> None:
@@ -43,7 +47,9 @@ def print_summary(config: TrainingConfig, run: RunDirectory) -> None:
 
 
 def print_ways_on(config: TrainingConfig, run: RunDirectory) -> None:
-    """Say that the run is done, and the two ways on."""
+    """Say that the run is done, and the two ways on. A sample that was asked for and is missing is made up for."""
+    if not run.sample_file.exists():
+        _write_sample(config, run)
     step = run.committed()[-1]
     print(f"run '{config.run.name}' is finished: {step} steps are done and {config.train.steps} were asked for")
     print_summary(config, run)

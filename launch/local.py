@@ -52,7 +52,8 @@ def start_workers(config: TrainingConfig, config_path: str, overrides: list[str]
         nproc_per_node=nproc,
         run_id=f"gramian-{os.getpid()}",
         rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
+        rdzv_endpoint="127.0.0.1:0",
+        local_addr="127.0.0.1",  # the host's own name may not resolve
         max_restarts=0,
         monitor_interval=0.1,
         logs_specs=DefaultLogsSpecs(log_dir=str(logs), redirects=dict.fromkeys(range(1, nproc), Std.ALL)),

@@ -29,19 +29,24 @@ def user_errors() -> Iterator[None]:
         _tell(f"{who}: {error}", EXIT_BAD_INPUT)
         raise SystemExit(EXIT_BAD_INPUT) from None
     except KeyboardInterrupt:
-        if TOLD_BY_LAUNCHER not in os.environ:
+        if not _is_told_by_launcher():
             print("gramian: interrupted", file=sys.stderr, flush=True)
         raise SystemExit(EXIT_INTERRUPTED) from None
     except Exception:
-        if TOLD_BY_LAUNCHER not in os.environ:
+        if not _is_told_by_launcher():
             raise
         _tell(traceback.format_exc(), 1)
         raise SystemExit(1) from None
 
 
+def _is_told_by_launcher() -> bool:
+    """Whether this is a worker of our launcher; the launcher itself has no report file."""
+    return TOLD_BY_LAUNCHER in os.environ and "TORCHELASTIC_ERROR_FILE" in os.environ
+
+
 def _tell(message: str, exit_code: int) -> None:
     """Print how this process ends, or leave it for our launcher where torch elastic keeps such reports."""
-    if TOLD_BY_LAUNCHER in os.environ:
+    if _is_told_by_launcher():
         report = {"message": message, "timestamp": int(time.time()), "exit_code": exit_code}
         Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps(report), encoding="utf-8")
     else:

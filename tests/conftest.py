@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,15 +30,15 @@ MODULES = (
 
 @pytest.fixture(scope="session", autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Prepared corpora of the tests live and die with the session. Child processes inherit the variable."""
+    """What child processes inherit: a cache that lives and dies with the session, and no GPU (tests/gpu takes it back).
+
+    The tests start more ranks than a machine may have GPUs, and their tolerances are the CPU's.
+    """
     folder = tmp_path_factory.mktemp("cache")
-    before = os.environ.get("GRAMIAN_CACHE")
-    os.environ["GRAMIAN_CACHE"] = str(folder)
-    yield folder
-    if before is None:
-        del os.environ["GRAMIAN_CACHE"]
-    else:
-        os.environ["GRAMIAN_CACHE"] = before
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GRAMIAN_CACHE", str(folder))
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")
+        yield folder
 
 
 @pytest.fixture(scope="session")

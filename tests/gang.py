@@ -27,7 +27,9 @@ class GangError(AssertionError):
 class Gang:
     """`SIZE` waiting processes; made on first use."""
 
-    def __init__(self) -> None:
+    def __init__(self, environment: dict[str, str | None] | None = None) -> None:
+        """`environment` is laid over the ranks' environment before they import torch; None takes a variable away."""
+        self._environment = environment or {}
         self._context = multiprocessing.get_context("spawn")
         self._members: list[tuple[Any, Connection]] = []
 
@@ -63,7 +65,7 @@ class Gang:
     def _start(self) -> None:
         for _ in range(SIZE):
             ours, theirs = self._context.Pipe()
-            process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
+            process = self._context.Process(target=_serve, args=(theirs, self._environment), daemon=True)
             process.start()
             theirs.close()
             self._members.append((process, ours))
@@ -77,9 +79,11 @@ class Gang:
         self._members = []
 
 
-def _serve(connection: Connection) -> None:
+def _serve(connection: Connection, environment: dict[str, str | None]) -> None:
     """Life of a rank: take a call, answer, until the session closes the pipe."""
     os.environ["OMP_NUM_THREADS"] = "1"
+    for name, value in environment.items():
+        os.environ.pop(name, None) if value is None else os.environ.update({name: value})
     import torch
 
     torch.set_num_threads(1)

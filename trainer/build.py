@@ -16,7 +16,7 @@ from trainer.runtime import Runtime
 
 
 def build_engine(config: TrainingConfig, model_config: ModelConfig, layout: Layout, runtime: Runtime) -> Engine:
-    """Build the model without memory, let the engine of `parallel.engine` distribute and initialise it."""
+    """Build the model without memory, let the engine distribute and initialise it, make its optimizer."""
     with torch.device("meta"):
         model = Transformer(model_config)
     roles = model.parameter_roles()

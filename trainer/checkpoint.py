@@ -12,6 +12,7 @@ A checkpoint is a folder `step_00000100/`:
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 import threading
@@ -33,6 +34,9 @@ from trainer.engines.base import Engine
 from trainer.manifest import FORMAT_VERSION, MANIFEST, STATE, damaged_files, fingerprint, refuse_damaged
 from trainer.rundir import COMMIT, RunDirectory
 from trainer.runtime import Runtime
+
+# A save that needs ranks which are gone does not end; one that does not need them has this long to be committed.
+_GRACE_SECONDS = 20.0
 
 
 class Checkpointer:
@@ -59,33 +63,62 @@ class Checkpointer:
         dist.barrier(group=self._group)
         writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
         state = engine.state_dict()
-        pending: Future[Any] | None = None
+        written: Future[Any] | None = None
         if self._asynchronous:
-            pending = cast(Future[Any], dcp.async_save(state, storage_writer=writer, process_group=self._group))
-        else:
-            dcp.save(state, storage_writer=writer, process_group=self._group)
+            # Copies the state now, and writes the copy in a thread of its own.
+            written = cast(Future[Any], dcp.async_save(state, storage_writer=writer, process_group=self._group))
 
         def finish() -> None:
             try:
-                if pending is not None:
-                    pending.result()
+                if written is not None:
+                    written.result()
+                else:
+                    dcp.save(state, storage_writer=writer, process_group=self._group)
                 self._commit(folder, trainer_state, tokenizer)
-            except BaseException as error:
+            except BaseException as error:  # DCP's own is no Exception
                 self._error = error
 
-        self._thread = threading.Thread(target=finish, name="checkpoint")
+        self._thread = threading.Thread(target=finish, name="checkpoint", daemon=True)
         self._thread.start()
         if not self._asynchronous:
             self.wait()
 
     def wait(self) -> None:
-        """Wait until the running save, if any, is committed; raise what went wrong in it."""
+        """Wait until the running save, if any, is committed.
+
+        Raises:
+            UserError: the file system refused, for example for want of room.
+            RuntimeError: anything else that went wrong in the save, on this rank or another.
+        """
         if self._thread is not None:
             self._thread.join()
             self._thread = None
         if self._error is not None:
             error, self._error = self._error, None
-            raise error
+            causes = [error, *getattr(error, "failures", {}).values()]
+            causes = [cause[0] if isinstance(cause, tuple) else cause for cause in causes]
+            for cause in causes:
+                if isinstance(cause, OSError) and cause.errno in (
+                    errno.ENOSPC,
+                    errno.EDQUOT,
+                    errno.EACCES,
+                    errno.EROFS,
+                ):
+                    raise UserError(
+                        f"cannot save in {self._run.checkpoints}: {cause.strerror}; make room or mend permissions, "
+                        f"then start again: the run goes on from its newest committed checkpoint"
+                    ) from error
+            raise RuntimeError(f"saving a checkpoint failed: {error}") from error
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        """Let a running save finish: for as long as it takes, or, where an error ends the run, for a while."""
+        if error is None:
+            self.wait()
+        elif self._thread is not None:
+            self._thread.join(timeout=_GRACE_SECONDS)
 
     def _commit(self, folder: Path, trainer_state: dict[str, Any], tokenizer: Path) -> None:
         """Hash what this rank wrote; rank 0 gathers the hashes, writes the manifest and then COMMIT."""
@@ -97,6 +130,12 @@ class Checkpointer:
         atomic_write(folder / STATE, json.dumps({"format": FORMAT_VERSION, **trainer_state}, indent=1))
         atomic_write(folder / "tokenizer.model", tokenizer.read_bytes())
         files = {name: entry for part in gathered for name, entry in part.items()}
+        if unseen := [name for name in files if not (folder / name).is_file()]:
+            raise OSError(
+                errno.EACCES,
+                f"{unseen[0]} was written by another rank and is not to be seen by rank 0 (run.dir must lie on a file "
+                f"system that all ranks share)",
+            )
         files |= {name: fingerprint(folder / name) for name in (STATE, "tokenizer.model")}
         manifest = {"format": FORMAT_VERSION, "files": dict(sorted(files.items()))}
         atomic_write(folder / MANIFEST, json.dumps(manifest, indent=1))

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from common.config import Config, apply_overrides, read_tree, validate
 from common.errors import UserError
@@ -153,6 +153,14 @@ def load_config(path: Path | str, overrides: Iterable[str] = ()) -> TrainingConf
     """
     words = list(overrides)
     return validate(TrainingConfig, apply_overrides(read_tree(Path(path)), words), str(path), words)
+
+
+def as_this_version_writes(cls: type[Config], tree: dict[str, Any]) -> dict[str, Any]:
+    """A stored config tree with the defaults of keys that did not exist when it was written."""
+    try:
+        return cls.model_validate(tree).model_dump(mode="json")
+    except (ValidationError, UserError):
+        return tree  # of a version that differs by more; the comparison will name what
 
 
 def differences(ours: dict[str, Any], theirs: dict[str, Any], prefix: str = "") -> list[str]:

@@ -47,7 +47,8 @@ def generate(checkpoint: Path, prompt: str, max_tokens: int, temperature: float,
     fresh = ids
     while len(ids) < length:
         logits_BTV = model(torch.tensor([fresh], device=device), cache=cache)
-        token = sample(logits_BTV[0, -1], temperature, top_k, generator)
+        # A model's vocabulary may be padded; ids above the tokenizer's stand for nothing.
+        token = sample(logits_BTV[0, -1, : tokenizer.vocab_size], temperature, top_k, generator)
         if token == tokenizer.eos_id:
             break
         ids.append(token)

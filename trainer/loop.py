@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from contextlib import nullcontext
 
@@ -48,18 +49,22 @@ def _train(config: TrainingConfig, run: RunDirectory, runtime: Runtime) -> None:
     checkpointer = Checkpointer(run, runtime, config.checkpoint.keep, config.checkpoint.async_)
     done = resume(config, run, data, engine, runtime)
     dist.barrier()  # every rank has read the directory before rank 0 writes to it
+    record_start(run, runtime, config, layout, done.step, data)
     if runtime.is_main:
         run.write_config(config)
         run.truncate_metrics(done.step)
-    record_start(run, runtime, config, layout, done.step, data)
 
     peak, peak_source = peak_flops(runtime.device, config.train.precision)
     peak = runtime.sum(peak)
     flops_per_token = training_flops_per_token(model_config, config.data.seq_len, causal=True)
     token_bytes = data.tokenizer().token_bytes
     steps, tokens = config.train.steps, done.tokens
-    with Reporter(run, runtime.is_main, done.step, steps) as reporter:
+    with checkpointer, Reporter(run, runtime.is_main, done.step, steps) as reporter:
         reporter.say(layout.describe())
+        reporter.say(
+            f"data   {data.train.n_tokens:,} tokens = {batches.rows_per_epoch:,} sequences an epoch; "
+            f"{steps:,} steps read {batches.epoch(steps):.2f} epochs"
+        )
         reporter.say(f"speed  {peak / 1e9:,.0f} GFLOP/s at most over all ranks ({peak_source}); MFU counts against it")
         clock, tokens_logged = time.perf_counter(), tokens
         for step in range(done.step + 1, steps + 1):
@@ -93,14 +98,16 @@ def _train(config: TrainingConfig, run: RunDirectory, runtime: Runtime) -> None:
                 state = trainer_state(config, model_config, data, Progress(step, tokens))
                 checkpointer.save(engine, state, data.tokenizer_path)
             clock += time.perf_counter() - pause  # evaluating and saving do not count as training time
-        checkpointer.wait()
-        dist.barrier()  # the last checkpoint is committed before any rank goes on
+    dist.barrier()  # the last checkpoint is committed before any rank goes on
 
 
 def train_step(
     engine: Engine, batch: Batch, layout: Layout, runtime: Runtime, grad_clip: float | None
 ) -> tuple[float, float, int]:
     """One update from this rank's rows of the global batch.
+
+    Raises:
+        FloatingPointError: loss or gradient norm is not finite; the weights are those before the step.
 
     Returns:
         Loss in nats per valid token of the whole global batch, gradient norm before clipping, valid tokens.
@@ -114,6 +121,11 @@ def train_step(
         loss_sum += loss.detach().double()
     mean_loss = runtime.sum(loss_sum) / max(1.0, valid)
     grad_norm = engine.grad_norm()
+    if not (math.isfinite(mean_loss) and math.isfinite(grad_norm)):  # known to all ranks, and weights are untouched yet
+        raise FloatingPointError(
+            f"loss {mean_loss}, gradient norm {grad_norm}: not finite; the update was not made, and a lower optim.lr, "
+            f"a longer warm-up or a smaller train.grad_clip may help from the newest checkpoint on"
+        )
     engine.step(scale=clip_scale(grad_norm, grad_clip))
     return mean_loss, grad_norm, int(valid)
 

@@ -17,7 +17,8 @@ from typing import Any
 import torch.distributed as dist
 import yaml
 
-from common.files import atomic_write, next_numbered
+from common.errors import UserError
+from common.files import atomic_write, hash_json, next_numbered
 from data.prepare import PreparedData
 from trainer.config import TrainingConfig
 from trainer.layout import Layout
@@ -34,9 +35,19 @@ def record_start(
     """Write `starts/<n>/`: resolved config, command, git commit and diff, versions, hosts, layout, hashes of the data.
 
     All ranks call it: the hosts are gathered.
+
+    Raises:
+        UserError: ranks with another corpus, tokenizer or config than the rest.
     """
-    hosts: list[Any] = [None] * runtime.world_size
-    dist.all_gather_object(hosts, socket.gethostname())
+    ranks: list[Any] = [None] * runtime.world_size
+    dist.all_gather_object(ranks, (socket.gethostname(), data.data_hash, hash_json(config.tree())))
+    for what, values in (("corpus or tokenizer", {r[1] for r in ranks}), ("config", {r[2] for r in ranks})):
+        if len(values) > 1:
+            raise UserError(
+                f"ranks do not have the same {what}; give all of {', '.join(sorted({r[0] for r in ranks}))} the same "
+                f"files and the same Python"
+            )
+    hosts = [rank[0] for rank in ranks]
     if not runtime.is_main:
         return
     folder = next_numbered(run.path / "starts")
@@ -69,7 +80,9 @@ def record_start(
 def _git(*arguments: str) -> str | None:
     """Output of git in the project's checkout, or None where there is no checkout."""
     try:
-        done = subprocess.run(["git", "-C", str(_ROOT), *arguments], capture_output=True, text=True, timeout=30)
+        done = subprocess.run(
+            ["git", "-C", str(_ROOT), *arguments], capture_output=True, text=True, errors="replace", timeout=30
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout if done.returncode == 0 else None

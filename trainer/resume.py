@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from common.logs import get_logger
 from data.prepare import PreparedData
@@ -46,7 +47,10 @@ def resume(config: TrainingConfig, run: RunDirectory, data: PreparedData, engine
     Raises:
         UserError: a checkpoint that is damaged, or of something else; the line says which.
     """
-    folder = starting_checkpoint(config, run)
+    # Rank 0 decides: a file system may show other ranks another state.
+    choice = [starting_checkpoint(config, run) if runtime.is_main else None]
+    dist.broadcast_object_list(choice)
+    folder = choice[0]
     if folder is None:
         return Progress(0, 0)
     state = read_trainer_state(folder)

@@ -16,7 +16,7 @@ import yaml
 from common.config import read_tree
 from common.errors import UserError
 from common.files import atomic_write, locked
-from trainer.config import TrainingConfig, differences
+from trainer.config import TrainingConfig, as_this_version_writes, differences
 
 # Keys, and sections with a dot at the end, that may change between two starts of one run: they change no number beyond
 # rounding, or only how far the run goes.
@@ -87,7 +87,7 @@ class RunDirectory:
         """
         if not self.config_file.exists():
             return
-        ours, theirs = config.tree(), read_tree(self.config_file)
+        ours, theirs = config.tree(), as_this_version_writes(TrainingConfig, read_tree(self.config_file))
         changed = [key for key in differences(ours, theirs) if not _is_free(key)]
         if changed:
             key = changed[0]

@@ -23,7 +23,6 @@ class Runtime:
 
     rank: int
     world_size: int
-    local_rank: int
     device: torch.device
 
     @property
@@ -50,20 +49,17 @@ def start_runtime() -> Iterator[Runtime]:
         if local_rank >= torch.cuda.device_count():
             raise UserError(
                 f"LOCAL_RANK is {local_rank} but this machine has {torch.cuda.device_count()} GPUs; "
-                f"start at most one process per GPU"
+                f"start at most one process per GPU, or set CUDA_VISIBLE_DEVICES= to use the CPU"
             )
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl"
     else:
         device, backend = torch.device("cpu"), "gloo"
-    device_id = device if device.type == "cuda" else None
     if not is_worker():
-        store = dist.HashStore()
-        dist.init_process_group(backend, store=store, rank=0, world_size=1, device_id=device_id)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     else:
-        dist.init_process_group(backend, timeout=_TIMEOUT, device_id=device_id)
-    try:
-        yield Runtime(rank, world_size, local_rank, device)
-    finally:
-        dist.destroy_process_group()
+        dist.init_process_group(backend, timeout=_TIMEOUT)
+    yield Runtime(rank, world_size, device)
+    # Not after an error: taking down a group of NCCL waits for peers, and these may be waiting for us.
+    dist.destroy_process_group()

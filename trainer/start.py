@@ -9,7 +9,7 @@ from common.errors import UserError
 from data.loader import Batches
 from data.prepare import PreparedData
 from models.config import ModelConfig
-from trainer.config import TrainingConfig, differences
+from trainer.config import TrainingConfig, as_this_version_writes, differences
 from trainer.manifest import read_trainer_state
 from trainer.rundir import RunDirectory, find_checkpoint
 
@@ -31,8 +31,15 @@ def starting_checkpoint(config: TrainingConfig, run: RunDirectory) -> Path | Non
 
 
 def check_start(config: TrainingConfig, run: RunDirectory, data: PreparedData) -> None:
-    """Refuse what the workers would refuse: a corpus without a whole row, a checkpoint of something else."""
+    """Refuse what would fail later: a corpus without a whole row, a prompt too long, a checkpoint of something else."""
     Batches(data, config.data, config.run.seed, config.train.global_batch_size)
+    if config.train.sample_prompt is not None:
+        n_tokens = len(data.tokenizer().encode([config.train.sample_prompt])[0])
+        if n_tokens >= config.model.max_seq_len:
+            raise UserError(
+                f"'train.sample_prompt' is {n_tokens} tokens long but 'model.max_seq_len' is "
+                f"{config.model.max_seq_len}; shorten the prompt"
+            )
     model = config.model.with_vocab_size(data.vocab_size)
     if folder := starting_checkpoint(config, run):
         check_fits(folder, read_trainer_state(folder), config, model, data)
@@ -46,18 +53,13 @@ def check_fits(
     Raises:
         UserError: a checkpoint of another architecture, optimizer, tokenizer or corpus; the line says which.
     """
-    ours, theirs = model.model_dump(mode="json"), state["model"]
+    ours, theirs = model.model_dump(mode="json"), as_this_version_writes(ModelConfig, state["model"])
     changed = [key for key in differences(ours, theirs) if key != "preset"]
     if changed:
         key = changed[0]
         raise UserError(
             f"{folder} is a checkpoint of another architecture: its 'model.{key}' is {theirs.get(key)}, "
             f"not {ours.get(key)}; set model.{key}={theirs.get(key)}, or choose another checkpoint"
-        )
-    if state["step"] >= config.train.steps:
-        raise UserError(
-            f"{folder} has {state['step']} steps already and 'train.steps' is {config.train.steps}; "
-            f"set train.steps to more, or choose another checkpoint"
         )
     optimizer = state["config"]["optim"]["name"]
     if optimizer != config.optim.name:
@@ -71,3 +73,8 @@ def check_fits(
                 f"{folder} was trained with another {what} than this config gives now; "
                 f"restore the {what}, or start anew under another run.name"
             )
+    if state["step"] >= config.train.steps:
+        raise UserError(
+            f"{folder} has {state['step']} steps already and 'train.steps' is {config.train.steps}; "
+            f"set train.steps to more, or choose another checkpoint"
+        )

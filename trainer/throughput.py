@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 
 import torch
@@ -19,7 +20,7 @@ def peak_flops(device: torch.device, precision: str) -> tuple[float, str]:
     if device.type == "cuda" and precision == "bf16":
         name = torch.cuda.get_device_name(device)
         for part, peak in _GPU_PEAKS.items():
-            if part in name:
+            if re.search(rf"\b{part}\b", name):
                 return peak, f"data sheet of {name}"
     return _measure(device, torch.bfloat16 if precision == "bf16" else torch.float32), "measured matmul rate"
 

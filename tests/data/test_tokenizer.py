@@ -73,10 +73,10 @@ def test_newlines_are_learned(tokenizer: Tokenizer) -> None:
 
 def test_training_is_deterministic_and_ignores_the_machine(texts: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     first = train(texts)
-    monkeypatch.setattr("data.tokenizer._cores", lambda: 7)
+    monkeypatch.setattr("data.tokenizer.available_cores", lambda: 7)
     assert train(texts) == first
     encoded = SentencePieceTokenizer(first).encode(texts)
-    monkeypatch.setattr("data.tokenizer._cores", lambda: 1)
+    monkeypatch.setattr("data.tokenizer.available_cores", lambda: 1)
     assert SentencePieceTokenizer(first).encode(texts) == encoded
 
 

@@ -112,7 +112,7 @@ def test_quickstart_commands_run(outputs: dict[str, str], checkout: Path) -> Non
     assert not others  # a dict: the page has the command twice, and the second output is kept
     assert "run 'quickstart' is finished" in first
     assert "sample\n------\ndef " in first
-    assert [row["step"] for row in metrics(checkout, "quickstart")] == list(range(1, 13))
+    assert [row["step"] for row in metrics(checkout, "quickstart")] == list(range(1, 17))
     assert len(list((checkout / "runs" / "quickstart" / "starts").iterdir())) == 2
     assert (checkout / "runs" / "two" / "logs").is_dir()
     assert (checkout / "runs" / "mine" / "checkpoints").is_dir()
@@ -136,8 +136,8 @@ def test_checkpoint_snippet_reads_what_the_run_wrote(outputs: dict[str, str], ch
         [sys.executable, "-c", snippet], cwd=checkout, env=environment(), capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("runs/quickstart/checkpoints/step_00000012 (400, 32) ")
-    assert len(list((checkout / "runs/quickstart/checkpoints/step_00000012").glob("*.safetensors"))) == 2
+    assert done.stdout.startswith("runs/quickstart/checkpoints/step_00000016 (400, 32) ")
+    assert len(list((checkout / "runs/quickstart/checkpoints/step_00000016").glob("*.safetensors"))) == 2
 
 
 def test_checkpoint_files_are_those_of_the_page(outputs: dict[str, str], checkout: Path) -> None:
@@ -151,7 +151,7 @@ def test_checkpoint_files_are_those_of_the_page(outputs: dict[str, str], checkou
 def test_run_folder_is_that_of_the_readme(outputs: dict[str, str], checkout: Path) -> None:
     (listing,) = re.findall(r"^    runs/<name>/\n((?:      .*\n)+)", README.read_text(encoding="utf-8"), re.MULTILINE)
     named = {line.split()[0].split("/")[0] for line in listing.splitlines() if line[6] != " "}
-    assert named == {path.name for path in (checkout / "runs" / "quickstart").iterdir()}
+    assert named == {path.name for path in (checkout / "runs" / "quickstart").iterdir() if path.name != ".lock"}
     rows = RunDirectory(checkout / "runs" / "quickstart").read_metrics()
     for keys, marker in ((r"a row per logged step \((.*?)\)", "loss"), (r"per evaluation \((.*?)\)", "eval_loss")):
         (listed,) = re.findall(keys, listing)

@@ -18,20 +18,24 @@ pytestmark = [
 
 
 @pytest.fixture
-def train(gang: Gang, paragraphs: Path, tmp_path: Path):
-    def start(name: str, *overrides: str, world: int = 1) -> RunDirectory:
+def train(gang: Gang, gpu_gang: Gang, paragraphs: Path, tmp_path: Path):
+    """Train the tiny config on the GPUs, or on the CPU."""
+
+    def start(name: str, *overrides: str, world: int = 1, cpu: bool = False) -> RunDirectory:
         arguments = [TINY, f"data.corpus={paragraphs}", f"run.dir={tmp_path}", f"run.name={name}", *overrides]
-        assert gang.run(train_worker, arguments, world=world, timeout=280) == [0] * world
+        ranks = gang if cpu else gpu_gang
+        assert ranks.run(train_worker, arguments, world=world, timeout=280) == [0] * world
         return RunDirectory(tmp_path / name)
 
     return start
 
 
-def test_fp32_follows_the_formula_of_the_cpu(train) -> None:
-    """fp32 training goes down as on the CPU: the initial loss is ln V to 1%, and ten steps lower it."""
-    losses = [loss for loss, _ in losses_and_norms(train("fp32"))]
-    assert losses[0] == pytest.approx(torch.log(torch.tensor(512.0)).item(), rel=0.01)
-    assert losses[-1] < losses[0] - 0.3
+def test_fp32_equals_the_cpu(train) -> None:
+    """20 steps: losses to 1e-4 and norms to 1e-3, since a GPU's kernels round differently and Adam amplifies it."""
+    pairs = zip(losses_and_norms(train("gpu")), losses_and_norms(train("cpu", cpu=True)), strict=True)
+    for (loss, norm), (expected_loss, expected_norm) in pairs:
+        assert relative_difference(loss, expected_loss) < 1e-4
+        assert relative_difference(norm, expected_norm) < 1e-3
 
 
 def test_bf16_and_compile_stay_close_to_fp32(train) -> None:

@@ -87,6 +87,14 @@ def test_finished_run_tells_the_ways_on(trained: Trained, words: list[str]) -> N
     assert {path: path.stat().st_mtime_ns for path in trained.folder.rglob("*")} == before
 
 
+def test_a_missing_sample_is_made_up_for(trained: Trained) -> None:
+    """For example when the first start was interrupted while it generated."""
+    sample = trained.run.sample_file.read_text()
+    trained.run.sample_file.unlink()
+    assert sample in command(*trained.words).stdout
+    assert trained.run.sample_file.read_text() == sample
+
+
 def test_torchrun_trains_the_same(trained: Trained, corpus: Path, tmp_path: Path) -> None:
     words = [TINY, f"data.corpus={corpus}", f"run.dir={tmp_path}", "train.steps=2", "checkpoint.async=false"]
     result = command("--nproc-per-node", "2", "-m", "launch.worker", *words, program="torchrun")

@@ -45,6 +45,10 @@ def test_wrong_corpus(tmp_path: Path, content: dict[str, str] | None, words: lis
     [
         (["data.tokenizer.vocab_size=60000"], ["data.tokenizer.vocab_size", "too large for this corpus", "set it to"]),
         (["data.seq_len=999999", "model.max_seq_len=999999"], ["data.seq_len", "999999", "lower data.seq_len"]),
+        (
+            ["train.sample_prompt=" + "def f(x)" * 40],
+            ["'train.sample_prompt' is", "'model.max_seq_len' is 64", "shorten"],
+        ),
         (["checkpoint.resume=nowhere"], ["'checkpoint.resume'", "nowhere: no such run or checkpoint"]),
         (["run.dir={folder}/file/runs"], ["'run.dir'", "file is not a folder", "set run.dir"]),
     ],
@@ -70,6 +74,7 @@ def test_run_directory_of_another_run(trained: Trained) -> None:
         (["optim.name=sgd"], ["another optimizer", "'optim.name' is adamw, not sgd", "set optim.name=adamw"]),
         (["data.tokenizer.vocab_size=600", "model.vocab_size=600"], ["another architecture", "model.vocab_size"]),
         (["model.vocab_size=512", "data.eval_fraction=0.2"], ["another tokenizer"]),
+        (["run.name=other"], ["has 6 steps already and 'train.steps' is 6", "set train.steps to more"]),
     ],
 )
 def test_checkpoint_of_something_else(trained: Trained, tmp_path: Path, words: list[str], parts: list[str]) -> None:

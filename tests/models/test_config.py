@@ -62,12 +62,12 @@ def test_vocabulary_comes_from_the_tokenizer_unless_given() -> None:
         ({"n_heads": 3}, "n_heads=3 does not divide d_model=128; set model.n_heads"),
         ({"n_kv_heads": 3}, "n_kv_heads=3 does not divide n_heads=4; set model.n_kv_heads"),
         ({"head_dim": 7}, "set model.head_dim to an even number"),
-        ({"d_model": 0}, "'d_model': input should be greater than 0"),
-        ({"preset": "gpt2-124m", "n_layers": -1}, "'n_layers': input should be greater than 0"),
-        ({"activation": "swiglue"}, "'activation': input should be 'swiglu'"),
-        ({"position": False}, "'position': input should be 'rope'"),
+        ({"d_model": 0}, "'d_model': must be greater than 0"),
+        ({"preset": "gpt2-124m", "n_layers": -1}, "'n_layers': must be greater than 0"),
+        ({"activation": "swiglue"}, "'activation': must be 'swiglu'"),
+        ({"position": False}, "'position': must be a word"),
         ({"n_layer": 2}, "did you mean 'n_layers'?"),
-        ({"tie_embeddings": "yes please"}, "neither true nor false"),
+        ({"tie_embeddings": "yes please"}, "must be true or false"),
     ],
 )
 def test_wrong_input_is_one_line_that_names_the_key(keys: dict[str, Any], message: str) -> None:

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
 
 from tests.gang import Gang
 from tests.runs import started
@@ -20,12 +22,16 @@ class Watch(TorchDispatchMode):
         super().__init__()
         self.calls: Counter[str] = Counter()
         self.matmul_types: Counter[str] = Counter()
+        self.reduced_types: Counter[str] = Counter()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = str(function).removesuffix(".default")
         self.calls[name] += 1
         if name in ("aten.mm", "aten.addmm", "aten.bmm"):
             self.matmul_types[str(args[-1].dtype)] += 1
+        if "c10d" in name and "reduce" in name:
+            tensors, _ = tree_flatten(args)
+            self.reduced_types.update(str(t.dtype) for t in tensors if isinstance(t, torch.Tensor))
         return function(*args, **(kwargs or {}))
 
 
@@ -38,7 +44,13 @@ def watched_step(arguments: list[str]) -> dict[str, Any]:
             with Watch() as watch:
                 losses.append(here.step(batch)[0])
         state = {str(tensor.dtype) for tensor in here.engine.state_dict().values()}
-        return {"calls": dict(watch.calls), "matmuls": dict(watch.matmul_types), "state": state, "losses": losses}
+        return {
+            "calls": dict(watch.calls),
+            "matmuls": set(watch.matmul_types),
+            "reduced": set(watch.reduced_types),
+            "state": state,
+            "losses": losses,
+        }
 
 
 def step_of(gang: Gang, corpus: Path, *overrides: str, world: int = 1) -> dict[str, Any]:
@@ -49,8 +61,10 @@ def test_bf16_products_with_fp32_state_and_reduction(gang: Gang, corpus: Path) -
     small = ["train.global_batch_size=2", "train.micro_batch_size=1", "data.seq_len=16"]
     plain = step_of(gang, corpus, *small, world=2)
     mixed = step_of(gang, corpus, *small, "train.precision=bf16", world=2)
-    assert set(plain["matmuls"]) == {"torch.float32"}
-    assert set(mixed["matmuls"]) == {"torch.bfloat16"}
+    assert plain["matmuls"] == {"torch.float32"}
+    assert mixed["matmuls"] == {"torch.bfloat16"}
+    # Gradients in fp32; counts, losses and the norm's squares in fp64.
+    assert mixed["reduced"] == plain["reduced"] == {"torch.float32", "torch.float64"}
     assert mixed["state"] == plain["state"] == {"torch.float32"}
     assert mixed["losses"] != plain["losses"]
     assert mixed["losses"][0] == pytest.approx(plain["losses"][0], rel=1e-2)

@@ -7,6 +7,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -34,7 +35,9 @@ class Tiny:
     def __call__(self, name: str, layout: str, *overrides: str) -> RunDirectory:
         world, keys = LAYOUTS[layout]
         arguments = [TINY, f"data.corpus={self._corpus}", f"run.dir={self.folder}", f"run.name={name}"]
-        assert self._gang.run(train_worker, [*arguments, *keys, *overrides], world=world) == [0] * world
+        # The learning rate moves at every step, so that one resumed at another would show.
+        schedule = ["schedule.name=cosine", "schedule.warmup_steps=4"]
+        assert self._gang.run(train_worker, [*arguments, *schedule, *keys, *overrides], world=world) == [0] * world
         return RunDirectory(self.folder / name)
 
 
@@ -90,9 +93,10 @@ def test_resume_at_another_layout(
 
 def test_more_steps_go_on_from_a_finished_run(tiny: Tiny) -> None:
     """20 steps after 10 under a constant schedule are the 20 steps at once."""
-    tiny("longer", "one", "train.steps=10")
-    longer = tiny("longer", "one", "train.steps=20")
-    at_once = tiny("at-once", "one")
+    constant = "schedule.name=constant"
+    tiny("longer", "one", constant, "train.steps=10")
+    longer = tiny("longer", "one", constant, "train.steps=20")
+    at_once = tiny("at-once", "one", constant)
     assert losses_and_norms(longer) == losses_and_norms(at_once)
     assert len(list((longer.path / "starts").iterdir())) == 2
 
@@ -150,3 +154,59 @@ def test_every_optimizer_resumes_bitwise(tiny: Tiny, optimizer: str) -> None:
     assert losses_and_norms(run) == expected
     again = read_state(run.checkpoint(6))
     assert all(torch.equal(whole[key], again[key]) for key in whole.keys() | again.keys())
+
+
+def train_on_a_full_disk(arguments: list[str]) -> int:
+    """In a rank: the exit code of a worker whose disk is full when the first checkpoint is to be committed."""
+    import errno
+
+    import trainer.checkpoint as module
+
+    def refuse(path: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "fingerprint", refuse)
+        return train_worker(arguments)
+
+
+def train_with_nan(arguments: list[str]) -> str:
+    """In a rank: what a worker dies of when a weight becomes NaN after three steps."""
+    import trainer.loop as module
+
+    step = module.train_step
+    calls = []
+
+    def poisoned(engine: Any, *rest: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 4:
+            next(iter(engine.parameters.values())).to_local().detach().fill_(float("nan"))
+        return step(engine, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "train_step", poisoned)
+        try:
+            train_worker(arguments)
+        except FloatingPointError as error:
+            return str(error)
+        return "nothing"
+
+
+def test_a_full_disk_commits_nothing_and_is_told(gang: Gang, corpus: Path, tmp_path: Path) -> None:
+    arguments = [TINY, f"data.corpus={corpus}", f"run.dir={tmp_path}", "checkpoint.every=2", "train.steps=4"]
+    run = RunDirectory(tmp_path / "tiny")
+    assert gang.run(train_on_a_full_disk, arguments, world=1) == [2]
+    assert run.committed() == []
+    assert gang.run(train_worker, arguments, world=1) == [0]
+    assert run.committed() == [2, 4]
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_on_all_ranks(gang: Gang, corpus: Path, tmp_path: Path) -> None:
+    """Before it can reach a checkpoint; the next start goes on from the one before."""
+    arguments = [TINY, f"data.corpus={corpus}", f"run.dir={tmp_path}", "checkpoint.every=2", "train.steps=6"]
+    for message in gang.run(train_with_nan, arguments, world=2):
+        assert "loss nan" in message
+    run = RunDirectory(tmp_path / "tiny")
+    assert run.committed() == [2]
+    assert gang.run(train_worker, arguments, world=2) == [0, 0]
+    assert [row["step"] for row in run.read_metrics() if "loss" in row] == [1, 2, 3, 4, 5, 6]

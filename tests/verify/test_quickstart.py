@@ -58,7 +58,11 @@ def test_same_numbers_on_every_layout(packing: str, tmp_path: Path) -> None:
     for number, (name, (world, overrides)) in enumerate(LAYOUTS.items()):
         gramian("train", *common, f"run.name=run{number}", "--nproc", str(world), *overrides)
         worst[name] = worst_difference(RunDirectory(tmp_path / f"run{number}"), reference)
-    write_evidence(f"layouts-{packing}", f"gramian train {' '.join(common[1:-1])} and each layout's keys", worst)
+    write_evidence(
+        f"layouts-{packing}",
+        f"gramian train configs/quickstart.yaml {' '.join(common[1:-1])}, and each layout's keys",
+        worst,
+    )
     assert max(figure for figures in worst.values() for figure in figures.values()) < 1e-6, worst
 
 
