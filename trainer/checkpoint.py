@@ -95,19 +95,12 @@ class Checkpointer:
             self._thread = None
         if self._error is not None:
             error, self._error = self._error, None
-            causes = [error, *getattr(error, "failures", {}).values()]
-            causes = [cause[0] if isinstance(cause, tuple) else cause for cause in causes]
-            for cause in causes:
-                if isinstance(cause, OSError) and cause.errno in (
-                    errno.ENOSPC,
-                    errno.EDQUOT,
-                    errno.EACCES,
-                    errno.EROFS,
-                ):
-                    raise UserError(
-                        f"cannot save in {self._run.checkpoints}: {cause.strerror}; make room or mend permissions, "
-                        f"then start again: the run goes on from its newest committed checkpoint"
-                    ) from error
+            cause = _file_system_refusal(error)
+            if cause is not None:
+                raise UserError(
+                    f"cannot save in {self._run.checkpoints}: {cause.strerror}; make room or mend permissions, "
+                    f"then start again: the run goes on from its newest committed checkpoint"
+                ) from error
             raise RuntimeError(f"saving a checkpoint failed: {error}") from error
 
     def __enter__(self) -> Checkpointer:
@@ -142,6 +135,14 @@ class Checkpointer:
         atomic_write(folder / COMMIT, hash_file(folder / MANIFEST) + "\n")
         sync_directory(folder.parent)
         self._run.prune(self._keep)
+
+
+def _file_system_refusal(error: BaseException) -> OSError | None:
+    """The want of room or of permission behind a failed save, on whatever rank DCP met it."""
+    for cause in (error, *(failure[0] for failure in getattr(error, "failures", {}).values())):
+        if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
+            return cause
+    return None
 
 
 def load_engine(folder: Path, engine: Engine, runtime: Runtime) -> None:
