@@ -24,7 +24,7 @@ def write_evidence(name: str, command: str, figures: dict[str, Any]) -> None:
     record = {
         "command": command,
         "commit": git("rev-parse", "HEAD"),
-        "uncommitted_changes": bool(git("status", "--porcelain", "--untracked-files=no")),
+        "uncommitted_changes": bool(git("status", "--porcelain", "--untracked-files=no", "--", ":!docs/evidence")),
         "date": time.strftime("%Y-%m-%d"),
         "machine": f"{os.cpu_count()} cores, {platform.machine()}, torch {torch.__version__}",
         "figures": figures,

@@ -26,8 +26,8 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "fsdp 2": (2, []),
     "fsdp 4": (4, []),
     "HSDP 2x2": (4, ["parallel.dp_replicate=2"]),
-    "accumulation 1": (1, ["train.micro_batch_size=32"]),
-    "fsdp 2, accumulation 4": (2, ["train.micro_batch_size=4"]),
+    "accumulation 1": (1, ["train.micro_batch_size=16"]),
+    "fsdp 2, accumulation 4": (2, ["train.micro_batch_size=2"]),
     "activation checkpointing": (1, ["train.activation_checkpointing=full"]),
     "fsdp 4, activation checkpointing": (4, ["train.activation_checkpointing=full"]),
 }
