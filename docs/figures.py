@@ -70,6 +70,7 @@ def draw(rows: list[dict[str, Any]], picture: Path) -> None:
                 va="bottom" if above else "top",
                 color=HELD_OUT,
                 fontsize=9,
+                bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1},
             )
     axes.set_xlabel("step")
     axes.set_ylabel("loss (nats per token)")

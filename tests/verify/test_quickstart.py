@@ -39,13 +39,15 @@ def gramian(*arguments: str) -> None:
 
 @pytest.mark.parametrize("packing", ["concat", "pad"])
 def test_same_numbers_on_every_layout(packing: str, tmp_path: Path) -> None:
-    """20 fp32 AdamW steps of the quickstart model at lr 1e-3: loss and gradient norm agree to 1e-6 with one process."""
+    """20 fp32 AdamW steps of the quickstart at lr 1e-3: loss and gradient norm agree to 1e-6 with one process.
+
+    The quickstart's warm-up stays on. Adam's very first updates are plus or minus lr for every element, also where the
+    gradient is as small as its rounding: at the full lr that noise reaches 4e-6 in the norm when micro-batches change.
+    """
     common = [
         QUICKSTART,
         "train.steps=20",
         "optim.lr=1e-3",
-        "schedule.name=constant",
-        "schedule.warmup_steps=0",
         "log.every=1",
         "eval.batches=0",
         "train.sample_prompt=null",
