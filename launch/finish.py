@@ -43,7 +43,7 @@ def print_summary(config: TrainingConfig, run: RunDirectory) -> None:
         )
     print(f"checkpoint    {find_checkpoint(run.path)}")
     print(f"metrics       {run.metrics_file}")
-    print(f"try           gramian generate {run.path} --prompt 'class '", flush=True)
+    print(f"try           gramian generate {run.path} --prompt 'def'", flush=True)
 
 
 def print_ways_on(config: TrainingConfig, run: RunDirectory) -> None:

@@ -111,7 +111,7 @@ def test_quickstart_commands_run(outputs: dict[str, str], checkout: Path) -> Non
     first, *others = (out for command, out in outputs.items() if command == "gramian train configs/quickstart.yaml")
     assert not others  # a dict: the page has the command twice, and the second output is kept
     assert "run 'quickstart' is finished" in first
-    assert "sample\n------\ndef " in first
+    assert "sample\n------\ndef" in first
     assert [row["step"] for row in metrics(checkout, "quickstart")] == list(range(1, 17))
     assert len(list((checkout / "runs" / "quickstart" / "starts").iterdir())) == 2
     assert (checkout / "runs" / "two" / "logs").is_dir()
