@@ -118,7 +118,7 @@ def test_quickstart_commands_run(outputs: dict[str, str], checkout: Path) -> Non
     assert (checkout / "runs" / "mine" / "checkpoints").is_dir()
     assert (checkout / "loss.png").is_file()
     (generated,) = (output for command, output in outputs.items() if command.startswith("gramian generate"))
-    assert generated.startswith("class ")
+    assert generated.startswith("def")
 
 
 def test_more_processes_give_the_same_losses(outputs: dict[str, str], checkout: Path) -> None:

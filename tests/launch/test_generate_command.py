@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -48,15 +49,25 @@ def test_temperature_and_top_k(generate: Generate) -> None:
     assert greedy != generate(*words, "--temperature", "2", "--top-k", "0")
 
 
-def test_number_of_tokens(trained: Trained, generate: Generate) -> None:
-    from data.tokenizer import load_tokenizer
+def test_number_of_tokens(generate: Generate, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many draws as tokens asked for, up to the model's length, unless the document ends."""
+    import trainer.generate as module
 
-    tokenizer = load_tokenizer(trained.run.checkpoint(6) / "tokenizer.model")
-    words = ["--prompt", "class", "--temperature", "0"]
-    texts = [generate(*words, "--max-tokens", n).removesuffix("\n") for n in ("1", "5", "1000")]
-    prompt = len(tokenizer.encode(["class"])[0])
-    added = [len(tokenizer.encode([text])[0]) - prompt for text in texts[:2]]
-    assert 1 <= added[0] <= 1 < added[1] <= 5
+    draws: list[int] = []
+    sample = module.sample
+
+    def counted(*arguments: Any) -> int:
+        draws.append(sample(*arguments))
+        return draws[-1]
+
+    monkeypatch.setattr(module, "sample", counted)
+    words, texts, numbers = ["--prompt", "class", "--temperature", "0"], [], []
+    for asked in ("1", "5", "1000"):
+        draws.clear()
+        texts.append(generate(*words, "--max-tokens", asked).removesuffix("\n"))
+        numbers.append(len(draws))
+    assert numbers[:2] == [1, 5]
+    assert 5 < numbers[2] < 64
     assert texts[1].startswith(texts[0])
     assert texts[2].startswith(texts[1])
     assert generate("--max-tokens", "5")  # no prompt is an empty one

@@ -43,7 +43,7 @@ def test_two_processes(trained: Trained) -> None:
     run, output = trained.run, trained.result.stdout
     assert trained.result.stderr == ""
     assert "\x1b" not in output  # no terminal, so plain lines
-    assert re.search(r"^step +6/6  loss \d\.\d+  grad norm .* lr 1.00e-03  [\d,]+ tokens/s  MFU .*left$", output, re.M)
+    assert re.search(r"^step +6/6  loss \d\.\d+  grad norm .* lr 6.00e-04  [\d,]+ tokens/s  MFU .*left$", output, re.M)
     assert output.count("step      1/6") == 1
     assert "2 ranks = dp_replicate 1 x dp_shard 2" in output
     assert f"sample\n------\n{run.sample_file.read_text()}\n------" in output
