@@ -83,7 +83,8 @@ def main() -> None:
         for name, step in steps.items():
             times[name].append(seconds(step))
     flops = training_flops_per_token(config, arguments.seq, causal=True)
-    print(f"{arguments.preset}: {sizes[0]:,} parameters, {torch.get_num_threads()} threads, {peak / 1e9:.0f} GFLOP/s")
+    threads = torch.get_num_threads()
+    print(f"{arguments.preset}: {sizes[0]:,} parameters, {threads} threads, matmul rate {peak / 1e9:.0f} GFLOP/s")
     for name, values in times.items():
         rate = n / statistics.median(values)
         print(f"{name:<14}{rate:>10,.0f} tokens/s  {rate * flops / peak:>6.1%} of the matmul rate")
