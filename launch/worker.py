@@ -37,7 +37,7 @@ def run(config_path: str, overrides: list[str]) -> None:
     from trainer.runtime import start_runtime
 
     # The inner `user_errors` leaves its report before the group is taken down, and so before the others fail over that.
-    with start_runtime() as runtime, user_errors():
+    with start_runtime(config.train.deterministic) as runtime, user_errors():
         done = train(config, runtime)
         if runtime.is_main:
             finish_run(config, done)

@@ -31,12 +31,14 @@ def summed_cross_entropy(
     if n_tokens <= size:
         return _chunk_loss(hidden_ND, weight_VD, targets_N)
     total = hidden_ND.new_zeros((), dtype=compute_dtype(hidden_ND.dtype))
+    # Autograd adds up the chunks' gradients in the type of the tensor that the chunks share, so that is an fp32 one.
+    weight_VD = weight_VD.to(compute_dtype(weight_VD.dtype))
     for h, t in zip(hidden_ND.split(size), targets_N.split(size), strict=True):
         total = total + checkpoint(_chunk_loss, h, weight_VD, t, use_reentrant=False, preserve_rng_state=False)
     return total
 
 
 def _chunk_loss(hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor) -> Tensor:
-    logits_NV = F.linear(hidden_ND, weight_VD)
+    logits_NV = F.linear(hidden_ND, weight_VD.to(hidden_ND.dtype))
     logits_NV = logits_NV.to(compute_dtype(logits_NV.dtype))
     return F.cross_entropy(logits_NV, targets_N, ignore_index=_IGNORED, reduction="sum")

@@ -116,7 +116,10 @@ class Transformer(nn.Module):
                 f"a sequence of {start + T} tokens is longer than model.max_seq_len={self.config.max_seq_len}; "
                 "raise model.max_seq_len, or shorten data.seq_len"
             )
-        x_BTD = self.embedding(tokens_BT)
+        weight_VD = self.embedding.weight
+        # Gradients of the tokens with one id are summed in fp32: a GPU's kernel does so, the CPU's takes the table's type.
+        summed = compute_dtype(weight_VD.dtype) if weight_VD.device.type == "cpu" else weight_VD.dtype
+        x_BTD = F.embedding(tokens_BT, weight_VD.to(summed)).to(weight_VD.dtype)
         positions_T = torch.arange(start, start + T, device=tokens_BT.device)
         dtype = compute_dtype(x_BTD.dtype)
         if self.config.position == "rope":

@@ -41,7 +41,7 @@ class Started(NamedTuple):
         """This rank's rows of a step's global batch, counted from 0."""
         return self.batches.train(step, self.runtime.rank, self.runtime.world_size)
 
-    def step(self, batch: Batch) -> tuple[float, float, int]:
+    def step(self, batch: Batch) -> Any:
         """Loss, gradient norm and number of valid tokens of a training step."""
         from trainer.loop import train_step
 

@@ -5,7 +5,7 @@ A checkpoint is a folder `step_00000100/`:
     shard-*.safetensors   weights and optimizer state, logical tensors by name, written by torch DCP in the safetensors
                           format: any number of ranks and either engine reads them; no pickle is written or read
     tokenizer.model       so that the checkpoint generates text wherever it is taken
-    trainer.json          format version, step, config, hashes of data and tokenizer
+    trainer.json          format version, step, config, hashes of data and tokenizer, state of fp16's loss scaler
     manifest.json         size and hash of every file above
     COMMIT                the manifest's hash; written last, when every rank's bytes are durable
 """

@@ -50,16 +50,52 @@ class TrainConfig(Config):
         gt=0,
         description="Largest gradient norm over all parameters; larger gradients are scaled down; null: none.",
     )
-    precision: Literal["fp32", "bf16"] = Field(
-        "fp32", description="Precision of matrix products; weights, optimizer state and reductions are fp32 in both."
+    precision: Literal["fp32", "bf16", "fp16"] = Field(
+        "fp32",
+        description="Precision of matrix products and activations; weights, optimizer state and sums of gradients are "
+        "fp32 in all. fp16 scales the loss, and skips updates whose gradients overflow.",
     )
-    activation_checkpointing: Literal["none", "full"] = Field(
-        "none", description="full: keep only each block's input and compute the block again in the backward pass."
+    loss_scale_init: float | None = Field(
+        None, ge=1, description="fp16: the factor on the loss at the start; absent: 2^16."
+    )
+    loss_scale_interval: int | None = Field(
+        None, ge=1, description="fp16: updates in a row without overflow that double the factor; absent: 2000."
+    )
+    activation_checkpointing: Literal["none", "full", "selective"] = Field(
+        "none",
+        description="What the backward pass computes again to save memory. full: a whole block, of which only the "
+        "input is kept; selective: the MLP's wide products and everything elementwise, while attention and its "
+        "projections are kept.",
+    )
+    activation_checkpointing_every: int = Field(
+        1,
+        ge=1,
+        description="full, selective: only blocks 0, n, 2n, ... are computed again; from model.n_layers on only the "
+        "first.",
     )
     compile: bool = Field(False, description="Compile each block with torch.compile.")
+    deterministic: bool = Field(
+        False,
+        description="Use only algorithms that give the same bits every time, and refuse operators that have none; "
+        "slower on a GPU. `gramian certify --repeat` checks it.",
+    )
     sample_prompt: str | None = Field(
         None, description="Text that the trained model continues when the run ends; null: no sample."
     )
+
+    @model_validator(mode="after")
+    def _check(self) -> TrainConfig:
+        for key in ("loss_scale_init", "loss_scale_interval"):
+            if getattr(self, key) is not None and self.precision != "fp16":
+                raise ValueError(
+                    f"'{key}' does nothing under precision: {self.precision} (it belongs to fp16); remove it"
+                )
+        if self.activation_checkpointing_every > 1 and self.activation_checkpointing == "none":
+            raise ValueError(
+                "'activation_checkpointing_every' does nothing under activation_checkpointing: none "
+                "(it belongs to full, selective); remove it"
+            )
+        return self
 
 
 class ParallelConfig(Config):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from contextlib import nullcontext
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -68,25 +69,24 @@ def _train(config: TrainingConfig, run: RunDirectory, runtime: Runtime) -> None:
         reporter.say(f"speed  {peak / 1e9:,.0f} GFLOP/s at most over all ranks ({peak_source}); MFU counts against it")
         clock, tokens_logged = time.perf_counter(), tokens
         for step in range(done.step + 1, steps + 1):
-            lr = config.optim.lr * lr_factor(config.schedule, step, steps)
-            set_lr(engine.optimizer, lr)
-            batch = batches.train(step - 1, runtime.rank, runtime.world_size)
-            loss, grad_norm, valid = train_step(engine, batch, layout, runtime, config.train.grad_clip)
-            tokens += valid
+            result = step_at(step, engine, batches, layout, runtime, config)
+            tokens += result.tokens
             last = step == steps
             if last or step % config.log.every == 0:
                 seconds = time.perf_counter() - clock
                 rate = (tokens - tokens_logged) / seconds
+                scaler = engine.scaler_state()
                 reporter.row(
                     {
                         "step": step,
                         "tokens": tokens,
-                        "loss": loss,
-                        "grad_norm": grad_norm,
-                        "lr": lr,
+                        "loss": result.loss,
+                        "grad_norm": None if result.skipped else result.grad_norm,  # JSON has no infinity
+                        "lr": learning_rate(step, config),
                         "tokens_per_second": rate,
                         "mfu": rate * flops_per_token / peak,
                         "seconds": seconds,
+                        **{key: scaler[key] for key in ("loss_scale", "skipped_steps") if key in scaler},
                     }
                 )
                 clock, tokens_logged = time.perf_counter(), tokens
@@ -95,22 +95,42 @@ def _train(config: TrainingConfig, run: RunDirectory, runtime: Runtime) -> None:
                 scores = evaluate(engine.model, batches, token_bytes, runtime, config)
                 reporter.row({"step": step, **scores})
             if last or step % config.checkpoint.every == 0:
-                state = trainer_state(config, model_config, data, Progress(step, tokens))
+                progress = Progress(step, tokens, engine.scaler_state())
+                state = trainer_state(config, model_config, data, progress)
                 checkpointer.save(engine, state, data.tokenizer_path)
             clock += time.perf_counter() - pause  # evaluating and saving do not count as training time
     dist.barrier()  # the last checkpoint is committed before any rank goes on
 
 
-def train_step(
-    engine: Engine, batch: Batch, layout: Layout, runtime: Runtime, grad_clip: float | None
-) -> tuple[float, float, int]:
-    """One update from this rank's rows of the global batch.
+class StepResult(NamedTuple):
+    """What a training step tells: numbers of the whole global batch, the same on every rank."""
+
+    loss: float  # nats per valid token
+    grad_norm: float  # before clipping
+    tokens: int  # valid ones
+    skipped: bool  # gradients overflowed fp16, and no update was made
+
+
+def learning_rate(step: int, config: TrainingConfig) -> float:
+    """Of update number `step`, counted from 1, before the factors of roles."""
+    return config.optim.lr * lr_factor(config.schedule, step, config.train.steps)
+
+
+def step_at(
+    step: int, engine: Engine, batches: Batches, layout: Layout, runtime: Runtime, config: TrainingConfig
+) -> StepResult:
+    """Update number `step`, counted from 1, with the learning rate and the rows that belong to it."""
+    set_lr(engine.optimizer, learning_rate(step, config))
+    batch = batches.train(step - 1, runtime.rank, runtime.world_size)
+    return train_step(engine, batch, layout, runtime, config.train.grad_clip)
+
+
+def train_step(engine: Engine, batch: Batch, layout: Layout, runtime: Runtime, grad_clip: float | None) -> StepResult:
+    """One update from this rank's rows of the global batch, or none where scaled gradients overflow.
 
     Raises:
-        FloatingPointError: loss or gradient norm is not finite; the weights are those before the step.
-
-    Returns:
-        Loss in nats per valid token of the whole global batch, gradient norm before clipping, valid tokens.
+        FloatingPointError: loss or gradient norm is not finite, and a smaller loss scale would not help; the weights
+            are those before the step.
     """
     # Rule 1: the denominator counts the whole global batch and is known before the first backward pass.
     valid = runtime.sum(int(batch.mask.sum()))
@@ -121,13 +141,18 @@ def train_step(
         loss_sum += loss.detach().double()
     mean_loss = runtime.sum(loss_sum) / max(1.0, valid)
     grad_norm = engine.grad_norm()
-    if not (math.isfinite(mean_loss) and math.isfinite(grad_norm)):  # known to all ranks, and weights are untouched yet
+    # Both are known to all ranks, so that all do the same, and the weights are untouched yet.
+    overflow = not math.isfinite(grad_norm)
+    if not math.isfinite(mean_loss) or (overflow and engine.loss_scale == 1.0):
         raise FloatingPointError(
             f"loss {mean_loss}, gradient norm {grad_norm}: not finite; the update was not made, and a lower optim.lr, "
             f"a longer warm-up or a smaller train.grad_clip may help from the newest checkpoint on"
         )
-    engine.step(scale=clip_scale(grad_norm, grad_clip))
-    return mean_loss, grad_norm, int(valid)
+    if overflow:
+        engine.skip()
+    else:
+        engine.step(scale=clip_scale(grad_norm, grad_clip))
+    return StepResult(mean_loss, grad_norm, int(valid), skipped=overflow)
 
 
 def clip_scale(grad_norm: float, grad_clip: float | None) -> float:

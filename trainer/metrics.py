@@ -67,8 +67,9 @@ class Reporter:
                 f"{row['eval_bits_per_byte']:.4f} bits per byte"
             )
             return
+        norm = "overflow, update skipped" if row["grad_norm"] is None else f"{row['grad_norm']:.3f}"
         line = (
-            f"loss {row['loss']:.4f}  grad norm {row['grad_norm']:.3f}  lr {row['lr']:.2e}  "
+            f"loss {row['loss']:.4f}  grad norm {norm}  lr {row['lr']:.2e}  "
             f"{row['tokens_per_second']:,.0f} tokens/s  MFU {row['mfu']:.1%}  {self._left(row['step'])} left"
         )
         if self._progress is not None:

@@ -5,38 +5,31 @@ All three wrap each block's `forward` on the instance or add hooks around it, so
 
 from __future__ import annotations
 
-from functools import partial
-
-import torch
 from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.utils.checkpoint import checkpoint
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from models.transformer import Transformer
+from trainer.activation import checkpoint_blocks
+from trainer.compiled import compile_blocks
 from trainer.config import TrainConfig
 from trainer.layout import Layout
+from trainer.precision import mixed_precision
 
 
 def parallelize(model: Transformer, train: TrainConfig, layout: Layout, mesh: DeviceMesh) -> None:
     """Apply a config's knobs to a model on the meta device, in place. Afterwards its parameters are DTensors."""
-    if train.activation_checkpointing == "full":
-        for block in model.blocks:
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    if train.activation_checkpointing != "none":
+        checkpoint_blocks(model, train.activation_checkpointing, train.activation_checkpointing_every)
     if train.compile:
-        for block in model.blocks:
-            block.forward = torch.compile(block.forward)
+        compile_blocks(model)
     _shard(model, train, layout, mesh)
 
 
 def _shard(model: Transformer, train: TrainConfig, layout: Layout, mesh: DeviceMesh) -> None:
     """Wrap each block, then what is left, with FSDP2 (`fully_shard`) or its replicating sibling."""
-    policy = MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16 if train.precision == "bf16" else None,
-        reduce_dtype=torch.float32,
-        cast_forward_inputs=False,
-    )
+    policy = mixed_precision(train.precision)
     modules: list[nn.Module] = [*model.blocks, model]
     for module in modules:
         if layout.engine == "ddp":

@@ -14,6 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import yaml
 
@@ -64,6 +65,7 @@ def record_start(
         "versions": {name: _version(name) for name in _PACKAGES},
         "hosts": {host: hosts.count(host) for host in sorted(set(hosts))},
         "device": str(runtime.device),
+        "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
         "world_size": runtime.world_size,
         "dp_replicate": layout.dp_replicate,
         "dp_shard": layout.dp_shard,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,10 +22,11 @@ from trainer.start import check_fits, starting_checkpoint
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run is: updates made, valid tokens seen. Everything else is a function of the step."""
+    """How far a run is: steps made, valid tokens seen, the loss scaler. Everything else is a function of the step."""
 
     step: int
     tokens: int
+    loss_scaler: dict[str, Any] = field(default_factory=dict)  # `Engine.scaler_state()`
 
 
 def trainer_state(config: TrainingConfig, model: ModelConfig, data: PreparedData, progress: Progress) -> dict[str, Any]:
@@ -33,6 +34,7 @@ def trainer_state(config: TrainingConfig, model: ModelConfig, data: PreparedData
     return {
         "step": progress.step,
         "tokens": progress.tokens,
+        "loss_scaler": progress.loss_scaler,
         "model": model.model_dump(mode="json"),
         "config": config.tree(),
         "tokenizer_hash": data.tokenizer_hash,
@@ -56,6 +58,7 @@ def resume(config: TrainingConfig, run: RunDirectory, data: PreparedData, engine
     state = read_trainer_state(folder)
     check_fits(folder, state, config, config.model.with_vocab_size(data.vocab_size), data)
     load_engine(folder, engine, runtime)
+    engine.load_scaler_state(state.get("loss_scaler", {}))  # a checkpoint from before fp16 has none
     if runtime.is_main:
         get_logger().info("resumed from %s", folder)
     return Progress(state["step"], state["tokens"])

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from common.errors import UserError
 from common.ranks import is_worker, read_place
+from trainer.determinism import deterministic_algorithms
 
 # Longer than any step, evaluation or data set-up that is not stuck.
 _TIMEOUT = timedelta(minutes=30)
@@ -38,8 +39,11 @@ class Runtime:
 
 
 @contextmanager
-def start_runtime() -> Iterator[Runtime]:
+def start_runtime(deterministic: bool = False) -> Iterator[Runtime]:
     """Join the process group that the environment describes (torchrun's variables), or be a group of one.
+
+    Args:
+        deterministic: `train.deterministic`.
 
     Raises:
         UserError: variables that are incomplete, not numbers, or contradict one another or the machine.
@@ -60,6 +64,7 @@ def start_runtime() -> Iterator[Runtime]:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     else:
         dist.init_process_group(backend, timeout=_TIMEOUT)
-    yield Runtime(rank, world_size, device)
+    with deterministic_algorithms(deterministic):
+        yield Runtime(rank, world_size, device)
     # Not after an error: taking down a group of NCCL waits for peers, and these may be waiting for us.
     dist.destroy_process_group()

@@ -7,7 +7,9 @@ import time
 
 import torch
 
-# Dense bf16 matmul peaks in FLOP/s from the vendors' data sheets, by a part of the device's name.
+from trainer.precision import param_dtype
+
+# Dense bf16 and fp16 matmul peaks in FLOP/s from the vendors' data sheets, by a part of the device's name.
 _GPU_PEAKS = {"H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "B200": 2250e12}
 _SECONDS = 0.3
 
@@ -15,18 +17,19 @@ _SECONDS = 0.3
 def peak_flops(device: torch.device, precision: str) -> tuple[float, str]:
     """Matmul rate of one device in FLOP/s, and where the number is from.
 
-    A known GPU in bf16 counts by its data sheet. Everything else is measured: the fastest of repeated square matmuls.
+    A known GPU in bf16 or fp16 counts by its data sheet. Everything else is measured: the fastest of repeated square
+    matmuls.
     """
-    if device.type == "cuda" and precision == "bf16":
+    if device.type == "cuda" and precision in ("bf16", "fp16"):
         name = torch.cuda.get_device_name(device)
         for part, peak in _GPU_PEAKS.items():
             if re.search(rf"\b{part}\b", name):
                 return peak, f"data sheet of {name}"
-    return _measure(device, torch.bfloat16 if precision == "bf16" else torch.float32), "measured matmul rate"
+    return _measure(device, param_dtype(precision)), "measured matmul rate"
 
 
 def _measure(device: torch.device, dtype: torch.dtype) -> float:
-    # Small enough to be quick where bf16 is emulated on a CPU, large enough to be bound by arithmetic.
+    # Small enough to be quick where half precision is emulated on a CPU, large enough to be bound by arithmetic.
     n = 8192 if device.type == "cuda" else 768 if dtype == torch.float32 else 256
     a = torch.ones(n, n, device=device, dtype=dtype)
     best, begin = 0.0, time.perf_counter()

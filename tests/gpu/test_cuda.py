@@ -42,6 +42,7 @@ def test_bf16_and_compile_stay_close_to_fp32(train) -> None:
     reference = losses_and_norms(train("plain"))
     for name, overrides in {
         "bf16": ["train.precision=bf16"],
+        "fp16": ["train.precision=fp16"],
         "compile": ["train.compile=true"],
         "bf16-compile-checkpointing": [
             "train.precision=bf16",

@@ -21,8 +21,15 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "accumulate1": (1, ["train.micro_batch_size=32"]),
     "fsdp2-accumulate4": (2, ["train.micro_batch_size=4"]),
     "hsdp2x2-accumulate2": (4, ["parallel.dp_replicate=2", "train.micro_batch_size=4"]),
-    "checkpointing": (1, ["train.activation_checkpointing=full"]),
-    "fsdp4-checkpointing": (4, ["train.activation_checkpointing=full", "train.micro_batch_size=2"]),
+    "fsdp4-selective": (4, ["train.activation_checkpointing=selective", "train.micro_batch_size=2"]),
+    "hsdp2x2-every2": (
+        4,
+        [
+            "parallel.dp_replicate=2",
+            "train.activation_checkpointing=full",
+            "train.activation_checkpointing_every=2",
+        ],
+    ),
 }
 
 
@@ -53,7 +60,7 @@ def test_loss_and_norm_do_not_depend_on_the_layout(runs: Runs, name: str, packin
 
     The tolerance is the rounding of fp32 sums in another order: measured up to 2e-7 for the loss and 5e-8 for the norm
     over eight seeds. Without the config's warm-up it would be 9e-7 for the norm, and 7e-5 at 435 tokens a step: where a
-    gradient is as small as its own rounding, Adam's first updates divide noise by noise (docs/numbers.md).
+    gradient is as small as its own rounding, Adam's first updates divide noise by noise (docs/how-we-know.md).
     """
     reference = runs(f"one-{packing}", 1, [f"data.packing={packing}"])
     world, overrides = LAYOUTS[name]

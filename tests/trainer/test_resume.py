@@ -23,6 +23,7 @@ LAYOUTS = {
     "fsdp2": (2, []),
     "fsdp4": (4, []),
     "hsdp2x2": (4, ["parallel.dp_replicate=2"]),
+    "hsdp2x2-deterministic": (4, ["parallel.dp_replicate=2", "train.deterministic=true"]),
 }
 
 
@@ -65,7 +66,7 @@ def stopped_at_10(run: RunDirectory, name: str) -> None:
     copy.config_file.write_text(copy.config_file.read_text().replace(run.path.name, name))
 
 
-@pytest.mark.parametrize("layout", ["ddp4", "fsdp4", "hsdp2x2"])
+@pytest.mark.parametrize("layout", ["ddp4", "fsdp4", "hsdp2x2", "hsdp2x2-deterministic"])
 def test_resume_at_the_same_layout_is_bitwise(tiny: Tiny, unbroken: Callable[[str], RunDirectory], layout: str) -> None:
     stopped_at_10(unbroken(layout), f"again-{layout}")
     resumed = tiny(f"again-{layout}", layout)

@@ -25,8 +25,14 @@ def test_a_run_in_use_is_refused(gang: Gang, corpus: Path, tmp_path: Path) -> No
 def test_other_numbers_are_refused_and_layouts_are_not(tmp_path: Path) -> None:
     keys = [f"run.dir={tmp_path}", "data.corpus=texts"]
     run_directory(load_config(TINY, keys)).write_config(load_config(TINY, keys))
-    for allowed in ("parallel.engine=ddp", "train.micro_batch_size=1", "train.steps=7", "log.every=3"):
-        config = load_config(TINY, [*keys, allowed])
+    for allowed in (
+        "parallel.engine=ddp",
+        "train.micro_batch_size=1",
+        "train.activation_checkpointing=full train.activation_checkpointing_every=2",
+        "train.steps=7",
+        "log.every=3",
+    ):
+        config = load_config(TINY, [*keys, *allowed.split()])
         run_directory(config).check_config(config)
     for refused in (
         "optim.lr=0.5",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,12 +19,14 @@ from trainer.engines.base import Engine, OptimizerFactory
 from trainer.initialize import initialize
 from trainer.layout import Layout
 from trainer.parallelize import parallelize
+from trainer.scaler import make_scaler
 
 
 class NativeEngine(Engine):
     """FSDP2 over `mesh`: `fully_shard` for engine fsdp (HSDP with replicas), `replicate` for engine ddp.
 
-    Master weights, gradients and optimizer state are fp32; with bf16 precision FSDP2 casts the gathered weights.
+    Master weights, gradients and optimizer state are fp32; in bf16 and fp16 FSDP2 casts the gathered weights
+    (trainer/precision.py).
     """
 
     def __init__(self, config: TrainingConfig, layout: Layout, mesh: DeviceMesh, device: torch.device) -> None:
@@ -31,6 +34,7 @@ class NativeEngine(Engine):
         self._layout = layout
         self._mesh = mesh
         self._device = device
+        self.scaler = make_scaler(config.train)
 
     def prepare(self, model: Transformer, make_optimizer: OptimizerFactory) -> None:
         inits = model.initial_values()
@@ -42,23 +46,42 @@ class NativeEngine(Engine):
         self.model = model
         self.optimizer = make_optimizer(self.parameters)
 
+    @property
+    def loss_scale(self) -> float:
+        return 1.0 if self.scaler is None else self.scaler.scale
+
     def micro_backward(self, loss: Tensor, last: bool) -> None:
         assert isinstance(self.model, FSDPModule)
         self.model.set_requires_gradient_sync(last)
-        loss.backward()
+        (loss if self.scaler is None else loss * self.scaler.scale).backward()
 
-    def _gradients(self) -> list[Tensor]:
-        return [p.grad for p in self.parameters.values() if p.grad is not None]
+    def gradients(self) -> dict[str, Tensor]:
+        return {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
 
     def grad_norm(self) -> float:
-        return global_norm(self._gradients())
+        return global_norm(self.gradients().values()) / self.loss_scale
 
     def step(self, scale: float) -> None:
-        if scale != 1.0:
-            local = [g.to_local() if isinstance(g, DTensor) else g for g in self._gradients()]
-            torch._foreach_mul_(local, scale)
+        factor = scale / self.loss_scale
+        if factor != 1.0:
+            local = [g.to_local() if isinstance(g, DTensor) else g for g in self.gradients().values()]
+            torch._foreach_mul_(local, factor)
         self.optimizer.step()
         self.optimizer.zero_grad()
+        if self.scaler is not None:
+            self.scaler.good_step()
+
+    def skip(self) -> None:
+        self.optimizer.zero_grad()
+        if self.scaler is not None:
+            self.scaler.overflow()
+
+    def scaler_state(self) -> dict[str, Any]:
+        return {} if self.scaler is None else self.scaler.state()
+
+    def load_scaler_state(self, state: Mapping[str, Any]) -> None:
+        if self.scaler is not None and state:
+            self.scaler.load_state(state)
 
     def state_dict(self) -> dict[str, Tensor]:
         return {f"model.{name}": p.detach() for name, p in self.parameters.items()} | {

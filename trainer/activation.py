@@ -1,0 +1,66 @@
+"""Activation checkpointing: which intermediate results of a block are kept for the backward pass, and which are
+computed again there (Chen et al. 2016)."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from models.transformer import Transformer
+
+_aten = torch.ops.aten
+
+# What F.scaled_dot_product_attention dispatches to; its math fallback is two bmm instead.
+_ATTENTION = {
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_cudnn_attention.default,
+    _aten._scaled_dot_product_fused_attention_overrideable.default,
+}
+_LINEAR = {_aten.mm.default, _aten.addmm.default}
+
+# Under torch.compile a policy brings a warning of operators that write in place; a block in training has none.
+logging.getLogger("torch._higher_order_ops.wrap").addFilter(lambda r: "context_fn is passed" not in r.getMessage())
+
+
+def checkpoint_blocks(model: Transformer, kind: Literal["full", "selective"], every: int) -> None:
+    """Checkpoint blocks 0, `every`, 2 `every`, ... in place; an `every` beyond the last block leaves block 0.
+
+    `full` keeps the input of a block alone. `selective` keeps the outputs of attention and of its four projections too,
+    and computes again the MLP's products into `d_ff` and everything elementwise: norms, rotation, activation. (In
+    Korthikanti et al. 2022 the word means to compute attention again, for its square of scores; fused kernels keep
+    none.) The choice goes by what a kept number saves. For a product with inner width N it is 2N operations, whatever
+    the output's width; for causal attention over T positions 2T, in a kernel slower than a plain product; for
+    elementwise operators a few. So attention is kept and nothing elementwise is. Products over `d_model` save the same
+    for each number; of these the MLP's are left out because they have the most numbers: 2 `d_ff` with SwiGLU, where all
+    that is kept is four to six `d_model`. The down projection is last in its block: torch stops before it would be
+    computed again, so that keeping its output would save nothing.
+    """
+    for block in list(model.blocks)[::every]:
+        options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}  # rule 11: nothing is drawn
+        if kind == "selective":
+            policy = partial(selective_policy, model.config.d_ff)
+            options["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
+        block.forward = partial(checkpoint, block.forward, **options)
+
+
+def selective_policy(d_ff: int, context: object, operator: object, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Whether an operator's output is kept under `selective`; what torch asks while it runs or traces a block.
+
+    Products are told apart by their widths: one that touches `d_ff` is the MLP's. Of the math fallback's two, the one
+    that does not widen is kept, so that the square of scores is not. Where `d_ff` is also another width of the block,
+    more is computed again than need be.
+    """
+    keep = operator in _ATTENTION
+    if operator in _LINEAR:
+        keep = d_ff not in args[-1].shape
+    elif operator is _aten.bmm.default:
+        _, inner, outer = args[-1].shape
+        keep = outer <= inner
+    # MUST: the compiler too has to keep this; what is not kept it may keep where that costs nothing.
+    return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
