@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from pathlib import Path
@@ -44,6 +45,34 @@ def train(
 
 
 @app.command()
+def certify(
+    config: Annotated[str, typer.Argument(metavar="CONFIG", help="YAML config, for example configs/quickstart.yaml.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[key.path=value]...", help="Values laid over the config.")
+    ] = None,
+    nproc: Annotated[
+        int | None, typer.Option(min=1, help="Processes on this machine. Default: one per GPU, or one on the CPU.")
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps to compare, the first of the config.")] = 5,
+    repeat: Annotated[
+        bool, typer.Option("--repeat", help="Compare two runs of the layout to the bit instead.")
+    ] = False,
+    no_shrink: Annotated[
+        bool, typer.Option("--no-shrink", help="Refuse a model that one process cannot hold, rather than shrink it.")
+    ] = False,
+    json_file: Annotated[
+        str | None, typer.Option("--json", metavar="FILE", help="Write all that was found there; -: to the terminal.")
+    ] = None,
+) -> None:
+    """Prove a config: its layout against one plain process, number by number. Exit code 1: it is not the same."""
+    with user_errors():
+        from launch.certify import Request, run_certify
+
+        request = Request(config, list(overrides or []), steps, repeat, not no_shrink, json_file)
+        run_certify(request, nproc)
+
+
+@app.command()
 def generate(
     checkpoint: Annotated[
         Path, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="Run directory or checkpoint folder.")
@@ -52,6 +81,12 @@ def generate(
     max_tokens: Annotated[int, typer.Option(min=1, help="New tokens at most.")] = 100,
     temperature: Annotated[float, typer.Option(min=0.0, help="Divides the logits; 0: the likeliest token.")] = 0.8,
     top_k: Annotated[int, typer.Option(min=0, help="Sample among this many likeliest tokens; 0: all.")] = 50,
+    top_p: Annotated[
+        float,
+        typer.Option(
+            help="Sample among the fewest likeliest tokens whose probability reaches this, after top-k; 1: all."
+        ),
+    ] = 1.0,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the sampling.")] = 0,
 ) -> None:
     """Continue a text with a trained model."""
@@ -61,11 +96,16 @@ def generate(
 
         if any("\ud800" <= c <= "\udfff" for c in prompt):
             raise UserError("--prompt is not UTF-8 text; encode it as UTF-8")
+        # The bounds of typer's options are closed and let "nan" through.
+        if not 0.0 < top_p <= 1.0:
+            raise UserError(f"--top-p must be above 0 and at most 1, got {top_p}; 1 leaves every token in")
+        if not math.isfinite(temperature):
+            raise UserError(f"--temperature must be a finite number, got {temperature}; 1 leaves the model's own")
         folder = find_checkpoint(checkpoint)
 
         from trainer.generate import generate as continue_text
 
-        print(continue_text(folder, prompt, max_tokens, temperature, top_k or None, seed))
+        print(continue_text(folder, prompt, max_tokens, temperature, top_k or None, seed, top_p))
 
 
 def run() -> None:

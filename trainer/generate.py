@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from common.errors import UserError
 from data.tokenizer import load_tokenizer
@@ -14,10 +13,19 @@ from models.config import ModelConfig
 from models.transformer import Transformer
 from trainer.checkpoint import load_weights
 from trainer.manifest import read_trainer_state
+from trainer.sampling import sample
 
 
 @torch.no_grad()
-def generate(checkpoint: Path, prompt: str, max_tokens: int, temperature: float, top_k: int | None, seed: int) -> str:
+def generate(
+    checkpoint: Path,
+    prompt: str,
+    max_tokens: int,
+    temperature: float,
+    top_k: int | None,
+    seed: int,
+    top_p: float = 1.0,
+) -> str:
     """Continue `prompt` and return the whole text.
 
     Args:
@@ -26,6 +34,7 @@ def generate(checkpoint: Path, prompt: str, max_tokens: int, temperature: float,
         temperature: divides the logits; 0 takes the likeliest token.
         top_k: sample among this many likeliest tokens; None: all.
         seed: of the sampling.
+        top_p: sample among the fewest likeliest tokens whose probability reaches this; 1: all. See `sampling.py`.
     """
     state = read_trainer_state(checkpoint)
     config = ModelConfig.model_validate(state["model"])
@@ -48,20 +57,10 @@ def generate(checkpoint: Path, prompt: str, max_tokens: int, temperature: float,
     while len(ids) < length:
         logits_BTV = model(torch.tensor([fresh], device=device), cache=cache)
         # A model's vocabulary may be padded; ids above the tokenizer's stand for nothing.
-        token = sample(logits_BTV[0, -1, : tokenizer.vocab_size], temperature, top_k, generator)
+        logits_BV = logits_BTV[:, -1, : tokenizer.vocab_size]
+        token = int(sample(logits_BV, temperature, top_k, top_p, generator))
         if token == tokenizer.eos_id:
             break
         ids.append(token)
         fresh = [token]
     return tokenizer.decode(ids)
-
-
-def sample(logits_V: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:
-    """Draw a token id from softmax(logits / temperature), restricted to the `top_k` largest logits."""
-    if temperature == 0:
-        return int(logits_V.argmax())
-    if top_k is not None and top_k < len(logits_V):
-        threshold = logits_V.topk(top_k).values[-1]
-        logits_V = logits_V.masked_fill(logits_V < threshold, float("-inf"))
-    probabilities_V = torch.softmax(logits_V.double() / temperature, dim=-1)
-    return int(torch.multinomial(probabilities_V, 1, generator=generator))

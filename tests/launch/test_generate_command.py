@@ -40,13 +40,16 @@ def test_seeds(trained: Trained, generate: Generate) -> None:
     assert (result.returncode, result.stdout, result.stderr) == (0, first, "")
 
 
-def test_temperature_and_top_k(generate: Generate) -> None:
-    """At temperature 0 or among one token there is no chance; either gives the likeliest text."""
+def test_temperature_top_k_and_top_p(generate: Generate) -> None:
+    """At temperature 0 or among one token there is no chance; each gives the likeliest text."""
     words = ["--prompt", "import ", "--max-tokens", "20"]
     greedy = generate(*words, "--temperature", "0")
     assert greedy == generate(*words, "--temperature", "0", "--seed", "7")
     assert greedy == generate(*words, "--top-k", "1", "--seed", "3")
-    assert greedy != generate(*words, "--temperature", "2", "--top-k", "0")
+    assert greedy == generate(*words, "--top-p", "1e-9", "--seed", "3")
+    hot = [*words, "--temperature", "2", "--top-k", "0"]
+    assert greedy != generate(*hot)
+    assert generate(*hot) == generate(*hot, "--top-p", "1") != generate(*hot, "--top-p", "0.5")
 
 
 def test_number_of_tokens(generate: Generate, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,3 +87,24 @@ def test_refused_prompts(generate: Generate, capsys: pytest.CaptureFixture[str],
     error = capsys.readouterr().err
     assert len(error.splitlines()) == 1
     assert all(part in error for part in parts)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "rule"),
+    [
+        ("--top-p", "0", "above 0 and at most 1"),
+        ("--top-p", "1.01", "above 0 and at most 1"),
+        ("--top-p", "nan", "above 0 and at most 1"),
+        ("--temperature", "inf", "finite"),
+    ],
+)
+def test_refused_numbers(
+    generate: Generate, capsys: pytest.CaptureFixture[str], option: str, value: str, rule: str
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        generate(option, value)
+    assert end.value.code == 2
+    error = capsys.readouterr().err
+    assert len(error.splitlines()) == 1
+    assert option in error
+    assert rule in error

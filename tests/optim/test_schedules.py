@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 
 from optim.config import ScheduleConfig
@@ -49,12 +50,16 @@ def test_wsd_is_flat_then_falls_over_its_decay() -> None:
     assert curve(name="wsd")[:80] == [1.0] * 80  # a fifth by default
 
 
-def test_inverse_sqrt_is_the_transformers() -> None:
-    """Vaswani et al. 2017, equation 3, when lr is (d_model * warmup) ** -0.5."""
-    d_model, warmup = 512, 40
-    lr = (d_model * warmup) ** -0.5
-    for step, factor in enumerate(curve(name="inverse_sqrt", warmup_steps=warmup), start=1):
-        assert lr * factor == pytest.approx(d_model**-0.5 * min(step**-0.5, step * warmup**-1.5), rel=1e-12)
+@pytest.mark.parametrize("d_model", [64, 512])
+@pytest.mark.parametrize("warmup", [1, 40, 4000])
+def test_inverse_sqrt_is_the_transformers(d_model: int, warmup: int) -> None:
+    """Vaswani et al. 2017, equation 3, at every step, when lr is (d_model * warmup) ** -0.5."""
+    config = ScheduleConfig(name="inverse_sqrt", warmup_steps=warmup)
+    steps = range(1, 20_001)
+    ours = np.array([(d_model * warmup) ** -0.5 * lr_factor(config, step, len(steps)) for step in steps])
+    s = np.array(steps, dtype=np.float64)
+    np.testing.assert_allclose(ours, d_model**-0.5 * np.minimum(s**-0.5, s * warmup**-1.5), rtol=1e-14)
+    assert ours.argmax() + 1 == warmup
 
 
 @pytest.mark.parametrize(

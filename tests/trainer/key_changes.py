@@ -1,0 +1,117 @@
+"""For every config key: values that a run must tell apart, and what else must be set; for test_every_key_acts.py."""
+
+from __future__ import annotations
+
+import typing
+from typing import NamedTuple
+
+from optim.config import Role
+
+# A run of a third of a second that goes through everything. Paths are those of the run's own folder.
+BASE = """
+run: {name: base}
+model: {n_layers: 2, d_model: 16, n_heads: 2, d_ff: 32, max_seq_len: 32}
+data: {corpus: inputs/corpus.jsonl, tokenizer: {vocab_size: 300}, seq_len: 16}
+optim: {lr: 1.0e-2}
+train: {steps: 2, global_batch_size: 4, micro_batch_size: 2}
+eval: {batches: 1}
+"""
+UNSET = ""  # the key is not given, and has its value in BASE or its default
+ALL = ()  # every value of a boolean or of a list of words; a new word joins by itself
+
+
+class Change(NamedTuple):
+    """Values of one key, each of which must give another run than the others, all else being equal."""
+
+    values: tuple[str, ...] = ALL
+    needs: tuple[str, ...] = ()  # other overrides, the same for all values
+    world: int = 1  # ranks
+    earlier: tuple[str, ...] | None = None  # overrides of a start before; the run that is looked at goes on from it
+
+
+def to(value: str, *needs: str, world: int = 1) -> Change:
+    """A change from what BASE has."""
+    return Change((UNSET, value), needs, world)
+
+
+def between(*values: str, needs: tuple[str, ...] = ()) -> Change:
+    """A change between given values, where the default is null and stands for something else."""
+    return Change(values, needs)
+
+
+CHANGES: dict[str, Change] = {
+    "run.name": to("other"),
+    "run.dir": to("elsewhere"),
+    "run.seed": to("1"),
+    "model.preset": to("llama-1m"),  # of what it holds, BASE leaves tie_embeddings and init_std to it
+    "model.vocab_size": between("300", "320"),
+    "model.n_layers": to("1"),
+    "model.d_model": to("32"),
+    "model.n_heads": to("4"),
+    "model.n_kv_heads": between("2", "1"),
+    "model.head_dim": between("8", "4"),
+    "model.d_ff": to("48"),
+    "model.max_seq_len": to("48", "model.position=learned"),
+    "model.norm": Change(ALL),
+    "model.norm_eps": to("1e-2"),
+    "model.norm_bias": Change(ALL),
+    "model.final_norm": Change(ALL),
+    "model.activation": Change(ALL),
+    "model.position": Change(ALL),
+    "model.rope_theta": to("10"),
+    "model.tie_embeddings": Change(ALL),
+    "model.attention_bias": Change(ALL),
+    "model.mlp_bias": Change(ALL),
+    "model.qk_norm": Change(ALL),
+    "model.init_std": to("0.1"),
+    "data.corpus": to("inputs/other.jsonl"),
+    "data.text_field": to("title"),
+    "data.tokenizer.vocab_size": to("320"),
+    "data.seq_len": to("8"),
+    "data.packing": Change(ALL),
+    "data.eval_fraction": to("0.3"),
+    "data.dtype": between("uint16", "int32"),  # auto is one of them
+    "data.cache_dir": between("one", "two"),
+    "optim.name": Change(ALL, ("optim.weight_decay=0.5",)),
+    "optim.lr": to("2e-2"),
+    "optim.weight_decay": to("0.5"),
+    "optim.betas": between("[0.9, 0.95]", "[0.8, 0.95]", "[0.9, 0.8]"),
+    "optim.eps": between("1e-8", "1e-4"),
+    "optim.momentum": between("0.9", "0.5", needs=("optim.name=sgd",)),
+    "optim.nesterov": Change(ALL, ("optim.name=sgd",)),
+    "optim.alpha": between("0.99", "0.9", needs=("optim.name=rmsprop",)),
+    **{f"optim.roles.{role}.lr_scale": to("0.5") for role in typing.get_args(Role)},
+    **{f"optim.roles.{role}.weight_decay": between("0.1", "0.5") for role in typing.get_args(Role)},
+    # From the second of four steps on, all shapes differ.
+    "schedule.name": Change(ALL, ("schedule.warmup_steps=1", "train.steps=4")),
+    "schedule.warmup_steps": to("2"),
+    "schedule.decay_steps": between("1", "2", needs=("schedule.name=wsd",)),
+    "schedule.min_lr_ratio": between("0.1", "0.5"),
+    "train.steps": to("3"),
+    "train.global_batch_size": to("2"),
+    "train.micro_batch_size": to("4"),
+    "train.grad_clip": Change(("null", "0.1")),
+    "train.precision": Change(ALL),
+    "train.loss_scale_init": between("256", "1024", needs=("train.precision=fp16",)),
+    "train.loss_scale_interval": between("1", "100", needs=("train.precision=fp16",)),
+    "train.activation_checkpointing": Change(ALL),
+    "train.activation_checkpointing_every": to("2", "train.activation_checkpointing=full"),
+    "train.compile": Change(ALL),
+    "train.deterministic": Change(ALL),
+    "train.sample_prompt": Change((UNSET, "abc", "xyz")),
+    "parallel.engine": Change(ALL, world=2),
+    "parallel.dp_replicate": to("2", world=2),
+    "parallel.dp_shard": to("1", world=2),  # with one replica, two ranks are then one too many
+    "checkpoint.every": to("1"),
+    "checkpoint.keep": to("1", "checkpoint.every=1"),
+    "checkpoint.async": Change(ALL),
+    "checkpoint.resume": Change(("auto", "never"), earlier=("train.steps=1",)),
+    "eval.every": to("1"),
+    "eval.batches": to("0"),
+    "log.every": to("2"),
+}
+
+# Keys that no run can show to act, and why. A key belongs here only if nothing that one may see depends on it.
+EXCEPTIONS: dict[str, str] = {
+    "data.tokenizer.kind": "it has one value only",
+}
