@@ -1,8 +1,9 @@
-"""The one exception that is the user's to mend."""
+"""How a command ends that has something to tell: the user's to mend, or a check that says no."""
 
 from __future__ import annotations
 
 EXIT_BAD_INPUT = 2
+EXIT_FAILED = 1
 
 
 class UserError(Exception):
@@ -11,6 +12,13 @@ class UserError(Exception):
     Every command turns it into that line on standard error and exit code 2. It is deliberately no `ValueError`:
     pydantic would swallow one that is raised inside a validator and reword it.
     """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(" ".join(message.split()))
+
+
+class CheckFailed(Exception):
+    """A check was made and says no: the finding in one line, which the command prints, exit code 1."""
 
     def __init__(self, message: str) -> None:
         super().__init__(" ".join(message.split()))

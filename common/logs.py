@@ -15,10 +15,13 @@ def get_logger() -> logging.Logger:
     return logging.getLogger(_NAME)
 
 
-def setup_logging() -> None:
+def setup_logging(quiet: bool = False) -> None:
     """Send progress to standard output, warnings to standard error, prefixed with the rank where there are several.
 
     Standard error is for what is wrong: bad input is one line there, whatever was done before it was found.
+
+    Args:
+        quiet: leave progress out, where standard output is for something else.
     """
     place = read_place()
     prefix = f"[rank {place.rank}] " if place.rank > 0 else ""
@@ -30,4 +33,4 @@ def setup_logging() -> None:
     for handler in logger.handlers:
         handler.setFormatter(logging.Formatter(f"{prefix}%(message)s"))
     logger.propagate = False
-    logger.setLevel(logging.INFO if place.rank == 0 else logging.WARNING)
+    logger.setLevel(logging.INFO if place.rank == 0 and not quiet else logging.WARNING)

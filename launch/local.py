@@ -13,19 +13,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.errors import EXIT_BAD_INPUT
-from common.files import next_numbered
 from common.machine import available_cores
 from launch import ROOT
 from launch.report_errors import TOLD_BY_LAUNCHER
-from trainer.config import TrainingConfig
-from trainer.rundir import run_directory
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 
-def start_workers(config: TrainingConfig, config_path: str, overrides: list[str], nproc: int) -> None:
-    """Run `nproc` workers and wait for them. Rank 0 has the terminal, the others write to `<run>/logs/`.
+def start_workers(words: list[str], nproc: int, logs: Path) -> None:
+    """Run `nproc` workers, each `python` with these words, and wait for them.
+
+    Rank 0 has the terminal, the others write to files in `logs`, a folder that is there and empty.
 
     Raises:
         SystemExit: 2 after a worker's bad input, 1 after any other failure, as shells count it after a signal to us.
@@ -44,8 +43,6 @@ def start_workers(config: TrainingConfig, config_path: str, overrides: list[str]
     for name in list(logging.root.manager.loggerDict):  # each has a level of its own
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
-    logs = next_numbered(run_directory(config).path / "logs")
-    logs.mkdir(parents=True)
     launch = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -58,10 +55,9 @@ def start_workers(config: TrainingConfig, config_path: str, overrides: list[str]
         monitor_interval=0.1,
         logs_specs=DefaultLogsSpecs(log_dir=str(logs), redirects=dict.fromkeys(range(1, nproc), Std.ALL)),
     )
-    # -P keeps the working directory off the workers' path.
-    command = ["-P", "-m", "launch.worker", config_path, *overrides]
     try:
-        elastic_launch(launch, sys.executable)(*command)
+        # -P keeps the working directory off the workers' path.
+        elastic_launch(launch, sys.executable)("-P", *words)
     except ChildFailedError as error:
         message, exit_code = _first_failure(logs, error.failures)
         print(message, file=sys.stderr, flush=True)
@@ -84,15 +80,22 @@ def _first_failure(logs: Path, failures: Mapping[int, ProcessFailure]) -> tuple[
         if report["exit_code"] == EXIT_BAD_INPUT:
             return report["message"], EXIT_BAD_INPUT
     for rank, failure in failures.items():
-        if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:
+        if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM and rank not in reports:
             name = signal.Signals(-failure.exitcode).name
             why = ", perhaps because memory ran out" if name == "SIGKILL" else ""
             return f"gramian: rank {rank} was ended by {name}{why}{_output(logs, rank)}", 1
     for rank, report in reports.items():
+        if report.get("whole"):
+            return report["message"], 1
         return f"{report['message']}gramian: rank {rank} failed with this error{_output(logs, rank)}", 1
     rank, failure = next(iter(failures.items()))
     exit_code = EXIT_BAD_INPUT if failure.exitcode == EXIT_BAD_INPUT else 1
     return f"gramian: rank {rank} failed with exit code {failure.exitcode}{_output(logs, rank)}", exit_code
+
+
+def ended_with_a_finding(logs: Path) -> bool:
+    """Whether workers ended with a report that points to nothing in `logs`."""
+    return any(json.loads(file.read_text(encoding="utf-8")).get("whole") for file in logs.glob("**/error.json"))
 
 
 def _output(logs: Path, rank: int) -> str:

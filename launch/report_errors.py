@@ -1,4 +1,5 @@
-"""How a command ends: the user's mistakes in one line with exit code 2, faults with a traceback."""
+"""How a command ends: the user's mistakes in one line with exit code 2, failed checks in one with 1, faults with a
+traceback."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from common.errors import EXIT_BAD_INPUT, UserError
+from common.errors import EXIT_BAD_INPUT, EXIT_FAILED, CheckFailed, UserError
 
 EXIT_INTERRUPTED = 130  # as a shell counts a process that Ctrl-C ended
 # Set by our own launcher: the workers are quiet about their end, and the launcher tells it once.
@@ -20,7 +21,10 @@ TOLD_BY_LAUNCHER = "GRAMIAN_TOLD_BY_LAUNCHER"
 
 @contextmanager
 def user_errors() -> Iterator[None]:
-    """Turn a `UserError` into one line on standard error and exit code 2. Ranks above 0 say who they are."""
+    """Turn a `UserError` into one line on standard error and exit code 2. Ranks above 0 say who they are.
+
+    A `CheckFailed` is one line too, with exit code 1.
+    """
     try:
         yield
     except UserError as error:
@@ -28,6 +32,9 @@ def user_errors() -> Iterator[None]:
         who = "gramian" if rank == "0" else f"gramian [rank {rank}]"
         _tell(f"{who}: {error}", EXIT_BAD_INPUT)
         raise SystemExit(EXIT_BAD_INPUT) from None
+    except CheckFailed as failed:
+        _tell(f"gramian: {failed}", EXIT_FAILED, whole=True)
+        raise SystemExit(EXIT_FAILED) from None
     except KeyboardInterrupt:
         if not _is_told_by_launcher():
             print("gramian: interrupted", file=sys.stderr, flush=True)
@@ -44,10 +51,13 @@ def _is_told_by_launcher() -> bool:
     return TOLD_BY_LAUNCHER in os.environ and "TORCHELASTIC_ERROR_FILE" in os.environ
 
 
-def _tell(message: str, exit_code: int) -> None:
-    """Print how this process ends, or leave it for our launcher where torch elastic keeps such reports."""
+def _tell(message: str, exit_code: int, whole: bool = False) -> None:
+    """Print how this process ends, or leave it for our launcher where torch elastic keeps such reports.
+
+    `whole`: there is nothing for the launcher to add.
+    """
     if _is_told_by_launcher():
-        report = {"message": message, "timestamp": int(time.time()), "exit_code": exit_code}
+        report = {"message": message, "timestamp": int(time.time()), "exit_code": exit_code, "whole": whole}
         Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps(report), encoding="utf-8")
     else:
         print(message, file=sys.stderr, flush=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 from common.errors import UserError
+from common.files import next_numbered
 from common.logs import setup_logging
 from common.ranks import is_worker
 from launch import worker
@@ -29,7 +30,7 @@ def run_train(config_path: str, overrides: list[str], nproc: int | None, dry_run
             print_ways_on(config, run)
             return
         run.check_writable()
-    nproc = nproc or _default_processes()
+    nproc = nproc or default_processes()
     layout = plan_layout(config, nproc)
     if dry_run:
         from launch.dryrun import print_plan
@@ -49,10 +50,12 @@ def run_train(config_path: str, overrides: list[str], nproc: int | None, dry_run
 
     from launch.local import start_workers
 
-    start_workers(config, config_path, overrides, nproc)
+    logs = next_numbered(run.path / "logs")
+    logs.mkdir(parents=True)
+    start_workers(["-m", "launch.worker", config_path, *overrides], nproc, logs)
 
 
-def _default_processes() -> int:
+def default_processes() -> int:
     """One per GPU, or one on the CPU."""
     import torch
 

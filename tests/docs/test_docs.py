@@ -169,6 +169,14 @@ def test_dry_run_output_is_that_of_the_page(outputs: dict[str, str]) -> None:
     assert "FLOPs" in printed
 
 
+def test_certifying_commands_run(checkout: Path) -> None:
+    """Those of docs/how-we-know.md; the first is the README's and the quickstart's too."""
+    alone, by_torchrun, repeated = (shell(command, checkout) for command in commands(ROOT / "docs" / "how-we-know.md"))
+    assert "certified: 5 steps on 2 ranks equal one plain process" in alone
+    assert "certified: 1 step on 2 ranks equal one plain process" in by_torchrun
+    assert "repeatable: 5 steps twice" in repeated
+
+
 def test_readme_commands_are_those_of_the_quickstart() -> None:
     """Which are run."""
     shown = commands(README)

@@ -72,6 +72,8 @@ class _Failure:
     [
         # A worker that a signal ended leaves no report; the others report that it is gone.
         ({0: 1, 1: -signal.SIGKILL}, {0: (1, "lost peer\n")}, (1, "gramian: rank 1 was ended by SIGKILL, perhaps")),
+        # A worker that reports and is then ended by its own libraries, which cannot take down what waits for peers.
+        ({0: -signal.SIGABRT}, {0: (1, "boom\n")}, (1, "boom\ngramian: rank 0 failed with this error")),
         # The rest of the gang is ended by SIGTERM, and that is no cause.
         ({0: -signal.SIGTERM, 1: 1}, {1: (1, "boom\n")}, (1, "boom\ngramian: rank 1 failed with this error")),
         # The earlier report is the cause, unless there is bad input.

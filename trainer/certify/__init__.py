@@ -1,0 +1,1 @@
+"""`gramian certify`: a config's layout against one plain process, and a run against itself."""

@@ -1,0 +1,169 @@
+"""Training in the dullest way: one process, one device, no engine, no mesh, one loop over the whole global batch.
+
+Of the trainer it takes the definition of what is trained and nothing else: the model, the rows of a global batch, the
+learning rate of a step, and the numbers that a seed and a name stand for.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.func import functional_call
+
+from data.loader import Batches
+from models.config import ModelConfig
+from models.transformer import Transformer
+from optim.schedules import lr_factor
+from trainer.certify.findings import SMALL
+from trainer.config import TrainingConfig
+from trainer.initialize import normal
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
+    "adamw": torch.optim.AdamW,
+    "adam": torch.optim.Adam,
+    "sgd": torch.optim.SGD,
+    "adagrad": torch.optim.Adagrad,
+    "rmsprop": torch.optim.RMSprop,
+}
+
+
+class Reference:
+    """A plain model and its optimizer.
+
+    A step is `start_step`, `difference_of_gradient` for every parameter, `update`, `difference_of_update` for every
+    parameter. After it the weights are those of the run that was compared.
+    """
+
+    def __init__(self, config: TrainingConfig, model_config: ModelConfig, batches: Batches, device: torch.device):
+        self._config, self._batches, self._device = config, batches, device
+        with torch.device("meta"):
+            model = Transformer(model_config)
+        self._model = model.to_empty(device=device)
+        self.weights: dict[str, Tensor] = dict(self._model.named_parameters())
+        for name, init in self._model.initial_values().items():
+            weight = self.weights[name].detach()
+            if init.kind == "normal":
+                drawn = torch.from_numpy(normal(config.run.seed, name, 0, weight.numel(), init.std))
+                weight.copy_(drawn.view(weight.shape))
+            else:
+                weight.fill_(1.0 if init.kind == "ones" else 0.0)
+        roles = self._model.parameter_roles()
+        groups = [
+            {
+                "params": [weight],
+                "lr_scale": config.optim.lr_scale_of(roles[name]["role"]),
+                "weight_decay": config.optim.weight_decay_of(roles[name]["role"]),
+            }
+            for name, weight in self.weights.items()
+        ]
+        self._optimizer = _OPTIMIZERS[config.optim.name](
+            groups,  # type: ignore[call-arg]
+            lr=config.optim.lr,
+            foreach=False,
+            **config.optim.options(),
+        )
+        self._loss_scale = config.train.loss_scale_init or 2.0**16 if config.train.precision == "fp16" else 1.0
+        self._good_steps = 0
+        self._before: dict[str, Tensor] = {}
+        self._norm, self._update_norm = 0.0, 0.0
+
+    def start_step(self, step: int) -> tuple[float, float]:
+        """Compute the gradients of a step, counted from 1, at the present weights; return loss and gradient norm.
+
+        The weights of a micro-batch are in the config's precision, as are their gradients; sums of these are fp32. So
+        with equal micro-batches half precision rounds here where it rounds in the layout.
+        """
+        batch = self._batches.train(step - 1, 0, 1)
+        n_valid = max(1, int(batch.mask.sum()))
+        dtype, size = _DTYPES[self._config.train.precision], self._config.train.micro_batch_size
+        for weight in self.weights.values():
+            weight.grad = torch.zeros_like(weight)
+        loss_sum = 0.0
+        for start in range(0, len(batch.tokens), size):
+            tokens, targets, mask = (
+                torch.from_numpy(array[start : start + size]).to(self._device)
+                for array in (batch.tokens, batch.targets, batch.mask)
+            )
+            rounded = {name: weight.to(dtype) for name, weight in self.weights.items()}
+            logits_BTV = functional_call(self._model, rounded, (tokens,))
+            loss = F.cross_entropy(logits_BTV[mask], targets[mask], reduction="sum")
+            (loss / n_valid * self._loss_scale).backward()
+            loss_sum += float(loss.detach().double())
+        for weight in self.weights.values():
+            assert weight.grad is not None
+            weight.grad /= self._loss_scale
+        self._norm = self._gradient_norm()
+        return loss_sum / n_valid, self._norm
+
+    def difference_of_weight(self, name: str, theirs: Tensor) -> float:
+        """Relative difference of another run's weight from this one's; that is taken over."""
+        weight = self.weights[name].detach()
+        difference = _relative_norm(theirs - weight, weight)
+        weight.copy_(theirs)
+        return difference
+
+    def difference_of_gradient(self, name: str, theirs: Tensor) -> float:
+        """Relative difference of another run's gradient from this one's, which it then takes the place of.
+
+        The update is computed from the other run's gradient. An optimizer may turn a difference of rounding into one
+        of any size (Adam does where a gradient is as small as its rounding), and that is no fault of a layout.
+        """
+        gradient = self.weights[name].grad
+        assert gradient is not None
+        difference = _relative_norm(theirs - gradient, gradient, SMALL * self._norm)
+        gradient.copy_(theirs)
+        return difference
+
+    def update(self, step: int) -> bool:
+        """Clip and update, unless a gradient is not finite, which ends in False and the weights as they were."""
+        self._before = {name: weight.detach().clone() for name, weight in self.weights.items()}
+        norm, clip = self._gradient_norm(), self._config.train.grad_clip
+        finite = math.isfinite(norm)
+        if finite:
+            for weight in self.weights.values():
+                assert weight.grad is not None
+                weight.grad *= 1.0 if clip is None else min(1.0, clip / norm) if norm else 1.0
+            lr = self._config.optim.lr * lr_factor(self._config.schedule, step, self._config.train.steps)
+            for group in self._optimizer.param_groups:
+                group["lr"] = lr * group["lr_scale"]
+            self._optimizer.step()
+        squares = (_squares(weight.detach() - self._before[name]) for name, weight in self.weights.items())
+        self._update_norm = math.sqrt(sum(squares))
+        self._adapt_loss_scale(finite)
+        return finite
+
+    def difference_of_update(self, name: str, theirs: Tensor) -> float:
+        """Relative difference of the other run's update, which led it to the weight `theirs`; that is taken over."""
+        weight, before = self.weights[name].detach(), self._before[name]
+        difference = _relative_norm(theirs - weight, weight - before, SMALL * self._update_norm)
+        weight.copy_(theirs)
+        return difference
+
+    def _gradient_norm(self) -> float:
+        return math.sqrt(sum(_squares(weight.grad) for weight in self.weights.values() if weight.grad is not None))
+
+    def _adapt_loss_scale(self, finite: bool) -> None:
+        """Half after an overflow, double after so many good steps (Micikevicius et al. 2018, 3.2)."""
+        if self._config.train.precision != "fp16":
+            return
+        self._good_steps = self._good_steps + 1 if finite else 0
+        if not finite:
+            self._loss_scale = max(1.0, self._loss_scale / 2)
+        elif self._good_steps == (self._config.train.loss_scale_interval or 2000):
+            self._loss_scale, self._good_steps = self._loss_scale * 2, 0
+
+
+def _squares(tensor: Tensor) -> float:
+    return float(tensor.detach().double().square().sum())
+
+
+def _relative_norm(difference: Tensor, reference: Tensor, floor: float = 0.0) -> float:
+    """Frobenius norm of a difference over that of the reference, or over `floor` if that is larger; 0 / 0 is 0."""
+    error, size = math.sqrt(_squares(difference)), max(math.sqrt(_squares(reference)), floor)
+    if error == 0.0:
+        return 0.0
+    return error / size if size else math.inf
