@@ -117,7 +117,7 @@ class Transformer(nn.Module):
                 "raise model.max_seq_len, or shorten data.seq_len"
             )
         weight_VD = self.embedding.weight
-        # Gradients of the tokens with one id are summed in fp32: a GPU's kernel does so, the CPU's takes the table's type.
+        # Gradients of tokens with one id are summed in fp32. A GPU's kernel does so; the CPU's takes the table's type.
         summed = compute_dtype(weight_VD.dtype) if weight_VD.device.type == "cpu" else weight_VD.dtype
         x_BTD = F.embedding(tokens_BT, weight_VD.to(summed)).to(weight_VD.dtype)
         positions_T = torch.arange(start, start + T, device=tokens_BT.device)
