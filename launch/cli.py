@@ -11,7 +11,8 @@ from typing import Annotated
 import typer
 
 from common.errors import EXIT_BAD_INPUT
-from launch.report_errors import user_errors
+from common.ranks import is_worker
+from launch.report_errors import leave, user_errors
 
 app = typer.Typer(
     add_completion=False,
@@ -114,6 +115,10 @@ def run() -> None:
     os.environ.setdefault("PYTHONUNBUFFERED", "1")
     try:
         code = app(prog_name="gramian", standalone_mode=False)
+    except SystemExit as end:
+        if is_worker():
+            leave(end.code)  # type: ignore[arg-type]  # our own are numbers
+        raise
     except Exception as error:
         # Words that are no command or option. typer, which shows them as a box, carries a click of its own since 0.20,
         # so that the class has no public name: it is known by what it can do.
@@ -123,4 +128,6 @@ def run() -> None:
         message = " ".join(error.format_message().split()).removesuffix(".")
         print(f"gramian: {message}; see {command} --help", file=sys.stderr)
         raise SystemExit(EXIT_BAD_INPUT) from None
+    if is_worker():
+        leave(code or 0)
     raise SystemExit(code)

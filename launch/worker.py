@@ -12,7 +12,7 @@ from common.errors import UserError
 from common.logs import setup_logging
 from common.ranks import read_place
 from launch.finish import finish_run, is_finished, print_ways_on
-from launch.report_errors import user_errors
+from launch.report_errors import leave, user_errors
 from trainer.config import load_config
 from trainer.layout import plan_layout
 from trainer.rundir import run_directory
@@ -52,4 +52,8 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    try:
+        main(sys.argv[1:])
+    except SystemExit as end:
+        leave(end.code)  # type: ignore[arg-type]  # our own are numbers
+    leave(0)

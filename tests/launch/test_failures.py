@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.gang import _free_port
 from tests.launch.commands import BIN, assert_refused, command, environment, tiny
+from tests.runs import TINY
 
 # Python runs a `sitecustomize` at its start: this one lets rank 1 fail inside the loop, where rank 0 waits for it.
 _HOOK = """
@@ -126,3 +128,18 @@ def test_ctrl_c(corpus: Path, tmp_path: Path, processes: int) -> None:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
     assert list(tmp_path.glob("tiny/checkpoints/*/COMMIT"))
+
+
+@pytest.mark.parametrize("words", [["-m", "launch.worker", TINY], ["-m", "gramian", "certify", TINY, "--steps", "1"]])
+def test_a_worker_ends_without_taking_the_interpreter_apart(corpus: Path, tmp_path: Path, words: list[str]) -> None:
+    """Threads of torch's that outlive the process group would abort it now and then, when all is done."""
+    (tmp_path / "sitecustomize.py").write_text("import atexit; atexit.register(print, 'taken apart')")
+    variables = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    keys = [f"data.corpus={corpus}", f"run.dir={tmp_path}", "train.steps=1", "eval.batches=0"]
+    result = command(*words, *keys, program="python", PYTHONPATH=str(tmp_path), **variables)
+    assert result.returncode == 0, result.stderr
+    assert "step " in result.stdout
+    assert "taken apart" not in result.stdout
+    refused = command(*words, "modle.x=1", program="python", PYTHONPATH=str(tmp_path), **variables)
+    assert_refused(refused, "did you mean 'model'?")
+    assert "taken apart" not in refused.stdout
