@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.config import ModelConfig
+from models.documents import Documents, attend
 from models.layers import make_norm
 from models.positions import rotate
 
@@ -38,8 +39,12 @@ class Attention(nn.Module):
         rope_2TK: Tensor | None = None,
         cached_k_BGSK: Tensor | None = None,
         cached_v_BGSK: Tensor | None = None,
+        documents: Documents | None = None,
     ) -> Tensor:
-        """Returns `(B, T, D)`. The cached tensors end in T rows that are still to be written, and are written here."""
+        """Returns `(B, T, D)`. The cached tensors end in T rows that are still to be written, and are written here.
+
+        With `documents`, and then without a cache, a token sees only its own document.
+        """
         B, T, _ = x_BTD.shape
         q_BTHK = self.wq(x_BTD).view(B, T, -1, self.d_head)
         k_BTGK = self.wk(x_BTD).view(B, T, -1, self.d_head)
@@ -49,6 +54,8 @@ class Attention(nn.Module):
         q_BHTK, k_BGSK, v_BGSK = q_BTHK.transpose(1, 2), k_BTGK.transpose(1, 2), v_BTGK.transpose(1, 2)
         if rope_2TK is not None:
             q_BHTK, k_BGSK = rotate(q_BHTK, rope_2TK), rotate(k_BGSK, rope_2TK)
+        if documents is not None:
+            return self.wo(attend(q_BHTK, k_BGSK, v_BGSK, documents).flatten(2))
 
         mask_TS = None
         if cached_k_BGSK is not None and cached_v_BGSK is not None:

@@ -39,7 +39,8 @@ def forward_flops_per_token(config: ModelConfig, seq_len: int, causal: bool) -> 
 
     Two per weight of every matrix product, the head included and the embedding's lookup not, plus
     `4 n_layers n_heads head_dim seq_len` for scores and values over the full square of positions, half of it if
-    `causal` (Narayanan et al. 2021, appendix, whose count is the full square).
+    `causal` (Narayanan et al. 2021, appendix, whose count is the full square). A row of several documents that are kept
+    apart needs less than its square, by a factor that is its batch's and not the config's: then this is an upper bound.
     """
     matrices_per_mlp = 3 if config.activation == "swiglu" else 2
     attention = 2 * config.d_model * (config.n_heads + config.kv_heads) * config.d_head

@@ -1,11 +1,12 @@
 """Position tables, made from position numbers at every forward: no buffer to fill, move or shard.
 
-Shapes: T position, D width of the residual stream, K width of a head, 2 cosine and sine.
+Shapes: B batch, T position, D width of the residual stream, K width of a head, 2 cosine and sine.
 """
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from models.layers import compute_dtype
@@ -23,7 +24,8 @@ def rope_table(positions_T: Tensor, d_head: int, theta: float, dtype: torch.dtyp
 def rotate(x_BHTK: Tensor, rope_2TK: Tensor) -> Tensor:
     """Rotate the pairs `(x_j, x_{j + K/2})` of every head by their position's angles, in fp32; keeps the type.
 
-    Pairing the two halves is the layout of Llama's checkpoints on the Hugging Face hub.
+    Pairing the two halves is the layout of Llama's checkpoints on the Hugging Face hub. A table of its own for each row
+    is `(2, B, 1, T, K/2)`.
     """
     dtype = compute_dtype(x_BHTK.dtype)
     if rope_2TK.dtype != dtype:
@@ -40,3 +42,10 @@ def sinusoidal_table(positions_T: Tensor, d_model: int, dtype: torch.dtype) -> T
     exponents = (columns - columns % 2).to(dtype) / d_model
     angles = positions_T.to(dtype)[:, None] / SINUSOIDAL_BASE**exponents
     return torch.where(columns % 2 == 0, angles.sin(), angles.cos())
+
+
+def take_rows(table_TD: Tensor, positions_BT: Tensor | None) -> Tensor:
+    """Rows of the table by position, `(B, T, D)`, or without positions the table. Gradients of a row add up in fp32."""
+    if positions_BT is None:
+        return table_TD
+    return F.embedding(positions_BT, table_TD.to(compute_dtype(table_TD.dtype))).to(table_TD.dtype)

@@ -16,10 +16,11 @@ from common.errors import UserError
 from models.attention import Attention
 from models.cache import KVCache
 from models.config import ModelConfig
+from models.documents import Documents, find_documents
 from models.init import Init
 from models.layers import MLP, Norm, compute_dtype, make_norm
 from models.loss import summed_cross_entropy
-from models.positions import rope_table, sinusoidal_table
+from models.positions import rope_table, sinusoidal_table, take_rows
 
 
 class Role(TypedDict):
@@ -46,8 +47,9 @@ class Block(nn.Module):
         rope_2TK: Tensor | None = None,
         cached_k_BGSK: Tensor | None = None,
         cached_v_BGSK: Tensor | None = None,
+        documents: Documents | None = None,
     ) -> Tensor:
-        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rope_2TK, cached_k_BGSK, cached_v_BGSK)
+        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rope_2TK, cached_k_BGSK, cached_v_BGSK, documents)
         return x_BTD + self.mlp(self.mlp_norm(x_BTD))
 
 
@@ -74,6 +76,7 @@ class Transformer(nn.Module):
         targets_BT: Tensor | None = None,
         mask_BT: Tensor | None = None,
         cache: KVCache | None = None,
+        documents_BT: Tensor | None = None,
     ) -> Tensor:
         """Logits `(B, T, V)`, or with targets the SUM of `-log p(target)` where the mask is true, in fp32.
 
@@ -82,13 +85,18 @@ class Transformer(nn.Module):
             targets_BT: int64 ids to predict at each position.
             mask_BT: bool; where false, the target does not count. None: all count.
             cache: keys and values of earlier tokens; this call's are appended. For generation, without gradients.
+            documents_BT: int, the document of each token, non-decreasing along T. A token then sees only its own
+                document, and positions start at 0 in each. None: a row is one document. Not together with a cache.
 
         Raises:
             UserError: the sequence is longer than `model.max_seq_len`.
         """
-        x_BTD, rope_2TK = self._embed(tokens_BT, cache)
+        documents = self._documents(tokens_BT, documents_BT, cache)
+        x_BTD, rope_2TK = self._embed(tokens_BT, cache, documents)
         for i, block in enumerate(self.blocks):
-            if cache is None:
+            if documents is not None:
+                x_BTD = block(x_BTD, rope_2TK, None, None, documents)
+            elif cache is None:
                 x_BTD = block(x_BTD, rope_2TK)
             else:
                 x_BTD = block(x_BTD, rope_2TK, *cache.window(i, tokens_BT.shape[1]))
@@ -105,7 +113,19 @@ class Transformer(nn.Module):
             mask_BT = torch.ones_like(targets_BT, dtype=torch.bool)
         return summed_cross_entropy(x_BTD.flatten(0, 1), weight_VD, targets_BT.flatten(), mask_BT.flatten())
 
-    def _embed(self, tokens_BT: Tensor, cache: KVCache | None) -> tuple[Tensor, Tensor | None]:
+    def _documents(self, tokens_BT: Tensor, documents_BT: Tensor | None, cache: KVCache | None) -> Documents | None:
+        """What all blocks need to know of the documents."""
+        if documents_BT is None:
+            return None
+        if cache is not None:
+            raise ValueError("documents go with whole rows, a cache with the rest of one: give one of the two")
+        if documents_BT.shape != tokens_BT.shape:
+            raise ValueError(f"documents of shape {tuple(documents_BT.shape)} for tokens {tuple(tokens_BT.shape)}")
+        return find_documents(documents_BT, self.config, self.embedding.weight.dtype)
+
+    def _embed(
+        self, tokens_BT: Tensor, cache: KVCache | None, documents: Documents | None
+    ) -> tuple[Tensor, Tensor | None]:
         """The residual stream's start and, for rotary positions, the table that all blocks share."""
         B, T = tokens_BT.shape
         start = 0 if cache is None else cache.length
@@ -122,12 +142,16 @@ class Transformer(nn.Module):
         x_BTD = F.embedding(tokens_BT, weight_VD.to(summed)).to(weight_VD.dtype)
         positions_T = torch.arange(start, start + T, device=tokens_BT.device)
         dtype = compute_dtype(x_BTD.dtype)
+        # The tables are those of one long document, from which the tokens of several take their rows.
+        positions_BT = None if documents is None else positions_T - documents.starts_BT
         if self.config.position == "rope":
-            return x_BTD, rope_table(positions_T, self.config.d_head, self.config.rope_theta, dtype)
+            rope_2TK = rope_table(positions_T, self.config.d_head, self.config.rope_theta, dtype)
+            return x_BTD, rope_2TK if positions_BT is None else rope_2TK[:, positions_BT[:, None]]
         if self.position_embedding is not None:
-            x_BTD = x_BTD + self.position_embedding(positions_T)
+            x_BTD = x_BTD + take_rows(self.position_embedding(positions_T), positions_BT)
         elif self.config.position == "sinusoidal":
-            x_BTD = (x_BTD + sinusoidal_table(positions_T, self.config.d_model, dtype)).to(x_BTD.dtype)
+            table_TD = sinusoidal_table(positions_T, self.config.d_model, dtype)
+            x_BTD = (x_BTD + take_rows(table_TD, positions_BT)).to(x_BTD.dtype)
         return x_BTD, None
 
     def parameter_roles(self) -> dict[str, Role]:

@@ -22,6 +22,7 @@ _ATTENTION = {
     _aten._scaled_dot_product_cudnn_attention.default,
     _aten._scaled_dot_product_fused_attention_overrideable.default,
 }
+_VARLEN = "torch_attn._varlen_attn.default"  # within documents, on a GPU; it exists once models/documents.py has asked
 _LINEAR = {_aten.mm.default, _aten.addmm.default}
 
 # Under torch.compile a policy brings a warning of operators that write in place; a block in training has none.
@@ -56,7 +57,7 @@ def selective_policy(d_ff: int, context: object, operator: object, *args: Any, *
     that does not widen is kept, so that the square of scores is not. Where `d_ff` is also another width of the block,
     more is computed again than need be.
     """
-    keep = operator in _ATTENTION
+    keep = operator in _ATTENTION or str(operator) == _VARLEN
     if operator in _LINEAR:
         keep = d_ff not in args[-1].shape
     elif operator is _aten.bmm.default:

@@ -1,13 +1,17 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from models import documents
 from models.config import ModelConfig
 from models.transformer import Transformer
+from tests.models.packed import ROWS, WAYS, T, flash, spans
 
 TINY: dict[str, Any] = {"vocab_size": 61, "n_layers": 2, "d_model": 32, "n_heads": 4, "d_ff": 48, "max_seq_len": 16}
 Build = Callable[..., Transformer]
@@ -33,3 +37,36 @@ def build() -> Build:
 @pytest.fixture
 def tokens_BT() -> torch.Tensor:
     return torch.randint(0, TINY["vocab_size"], (3, 16), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture
+def packed_BT() -> Tensor:
+    """Tokens of the rows of `packed.ROWS`."""
+    return torch.randint(0, 61, (len(ROWS), T), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture
+def mask_BT() -> Tensor:
+    """True where the next token belongs to the same document, and is no padding."""
+    mask = torch.zeros(len(ROWS), T, dtype=torch.bool)
+    for b, where in spans(ROWS):
+        mask[b, where.start : where.stop - 1] = True
+    return mask
+
+
+@pytest.fixture(params=WAYS)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Makes the model keep documents apart in one of the ways, and sees that it does."""
+    used: set[str] = set()
+    monkeypatch.setattr(documents, "loop_pays", lambda *_: request.param == "looped")
+    monkeypatch.setattr(documents, "varlen_runs", lambda *_: request.param == "varlen")
+    monkeypatch.setattr(documents, "_varlen_attn", lambda: flash)
+
+    def spy(name: str, function: Callable[..., Tensor], *arguments: Any) -> Tensor:
+        used.add(name)
+        return function(*arguments)
+
+    for name in WAYS:
+        monkeypatch.setattr(documents, name, partial(spy, name, getattr(documents, name)))
+    yield request.param
+    assert used == {request.param}
