@@ -21,7 +21,7 @@ class Split:
 
     threshold: int
     cut_fraction: float | None
-    n_bytes: int  # UTF-8 bytes of all documents
+    n_bytes: int  # UTF-8 bytes of all documents, where they were read
 
     @classmethod
     def plan(cls, documents: Iterable[str], fraction: float) -> Split:
@@ -39,6 +39,11 @@ class Split:
         # Small corpora: move the threshold above the smallest hash, or down to the largest, so that no side is empty.
         threshold = min(max(int(fraction * _HASHES), min(hashes) + 1), max(hashes))
         return cls(threshold, None, n_bytes)
+
+    @classmethod
+    def at(cls, fraction: float) -> Split:
+        """Hold out this share of the documents, as a hash of each has it; of few it may be none. Reads nothing."""
+        return cls(int(fraction * _HASHES), None, 0)
 
     def apply(self, documents: Iterable[str]) -> Iterator[tuple[bool, str]]:
         """Yield (held out, text) in order; a cut document yields its head, then its held-out end."""

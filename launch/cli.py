@@ -20,6 +20,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Train decoder-only language models, with the same numbers on any layout.",
 )
+tokenizer_app = typer.Typer(no_args_is_help=True, help="Make tokenizers.")
+app.add_typer(tokenizer_app, name="tokenizer")
+data_app = typer.Typer(no_args_is_help=True, help="Look at dataset folders.")
+app.add_typer(data_app, name="data")
 
 
 @app.callback()
@@ -107,6 +111,139 @@ def generate(
         from trainer.generate import generate as continue_text
 
         print(continue_text(folder, prompt, max_tokens, temperature, top_k or None, seed, top_p))
+
+
+@tokenizer_app.callback()
+def _tokenizer_commands() -> None:
+    """Keep `train` a word of its own."""
+
+
+@tokenizer_app.command("train")
+def train_tokenizer(
+    inputs: Annotated[
+        list[str],
+        typer.Option(
+            "--input",
+            metavar="PATH",
+            help="Texts: .txt, .jsonl (.gz, .zst), .parquet or .arrow files, folders or globs of these, "
+            "hf:NAME[:CONFIG][:SPLIT], or python-stdlib. May be given several times.",
+        ),
+    ],
+    vocab_size: Annotated[int, typer.Option(help="Number of token ids, 300 or more.")],
+    out: Annotated[Path, typer.Option(help="File to write, for example tokenizer.model.")],
+    more_inputs: Annotated[
+        list[str] | None, typer.Argument(metavar="PATH", help="More of --input: what a shell makes of a *.")
+    ] = None,
+    kind: Annotated[str, typer.Option(help="bpe or unigram.")] = "bpe",
+    text_field: Annotated[str, typer.Option(help="Key or column that holds the text.")] = "text",
+    sample_bytes: Annotated[
+        int | None, typer.Option(min=1, help="Bytes of text to train on, spread over all of it. Default: 16,000,000.")
+    ] = None,
+    special: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Token that no text encodes to. May be given several times."),
+    ] = None,
+) -> None:
+    """Train a SentencePiece tokenizer that every text comes back from."""
+    with user_errors():
+        from launch.tokenizer import run_train
+
+        run_train([*inputs, *(more_inputs or [])], vocab_size, out, kind, text_field, sample_bytes, special or [])
+
+
+@app.command()
+def tokenize(
+    inputs: Annotated[
+        list[str],
+        typer.Option(
+            "--input",
+            metavar="PATH",
+            help="Texts: .txt, .jsonl (.gz, .zst), .parquet or .arrow files, folders or globs of these, "
+            "hf:NAME[:CONFIG][:SPLIT], or python-stdlib. May be given several times.",
+        ),
+    ],
+    tokenizer: Annotated[
+        Path, typer.Option(metavar="FILE", help="SentencePiece .model, tokenizer.json, or the word bytes.")
+    ],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Dataset folder to make, or to go on with.")],
+    more_inputs: Annotated[
+        list[str] | None, typer.Argument(metavar="PATH", help="More of --input: what a shell makes of a *.")
+    ] = None,
+    eos: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Token that ends a document, where the file does not tell.")
+    ] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="Processes. Default: one for each core.")] = None,
+    text_field: Annotated[str, typer.Option(help="Key or column that holds the text.")] = "text",
+    eval_fraction: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Share of documents held out, chosen by a hash of their content.")
+    ] = 0.02,
+    min_chars: Annotated[int, typer.Option(min=1, help="Shorter documents are left out.")] = 1,
+    max_chars: Annotated[int | None, typer.Option(min=1, help="Longer documents are left out.")] = None,
+    max_bad_share: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Share of records that may be unusable; 0: the first one ends it.")
+    ] = 0.0,
+    shard_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens after which a shard ends, with the document.")
+    ] = 100_000_000,
+    shard: Annotated[
+        str | None, typer.Option(metavar="i/n", help="Do part i (from 0) of n only, as one of n jobs.")
+    ] = None,
+    json_file: Annotated[
+        str | None, typer.Option("--json", metavar="FILE", help="Write what was done there; -: to the terminal.")
+    ] = None,
+) -> None:
+    """Turn texts into a dataset folder. A job that was stopped goes on with the same words."""
+    with user_errors():
+        from launch.tokenize import Request, run_tokenize
+
+        run_tokenize(
+            Request(
+                [*inputs, *(more_inputs or [])],
+                tokenizer,
+                eos,
+                out,
+                workers,
+                text_field,
+                eval_fraction,
+                min_chars,
+                max_chars,
+                max_bad_share,
+                shard_tokens,
+                shard,
+                json_file,
+            )
+        )
+
+
+@data_app.command("inspect")
+def inspect_data(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Dataset folder.")],
+    samples: Annotated[int, typer.Option(min=0, help="Documents of each split to show.")] = 3,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the lengths of documents there.")] = None,
+    json_file: Annotated[
+        str | None, typer.Option("--json", metavar="FILE", help="Write all that was found there; -: to the terminal.")
+    ] = None,
+) -> None:
+    """Show counts, lengths of documents and samples."""
+    with user_errors():
+        from launch.data import run_inspect
+
+        run_inspect(folder, samples, plot, json_file)
+
+
+@data_app.command("verify")
+def verify_data(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Dataset folder.")],
+    workers: Annotated[int | None, typer.Option(min=1, help="Threads. Default: one for each core.")] = None,
+    json_file: Annotated[
+        str | None, typer.Option("--json", metavar="FILE", help="Write all that was found there; -: to the terminal.")
+    ] = None,
+) -> None:
+    """Compare every byte with the checksums of the manifest. Exit code 1: something is not as it was written."""
+    with user_errors():
+        from launch.data import run_verify
+
+        run_verify(folder, workers, json_file)
 
 
 def run() -> None:

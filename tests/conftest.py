@@ -38,6 +38,9 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GRAMIAN_CACHE", str(folder))
         patch.setenv("CUDA_VISIBLE_DEVICES", "")
+        # `datasets` keeps locks in a cache of its own, and asks the network for what it does not find.
+        patch.setenv("HF_DATASETS_CACHE", str(folder / "datasets"))
+        patch.setenv("HF_HUB_OFFLINE", "1")
         yield folder
 
 

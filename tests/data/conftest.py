@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -31,6 +32,12 @@ def tokenizer(prepared: PreparedData) -> Tokenizer:
     return prepared.tokenizer()
 
 
+@pytest.fixture(scope="session")
+def texts(corpus: Path) -> list[str]:
+    """The documents of the small corpus."""
+    return [path.read_text(encoding="utf-8") for path in sorted(corpus.iterdir())]
+
+
 @pytest.fixture
 def token_file(tmp_path: Path) -> Callable[..., TokenFile]:
     """Make a token file of the documents given as lists of ids."""
@@ -42,3 +49,9 @@ def token_file(tmp_path: Path) -> Callable[..., TokenFile]:
         return TokenFile(tmp_path / "tokens")
 
     return make
+
+
+@pytest.fixture
+def no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A killed process loses nothing that the kernel has: without waiting for the disk, tests of that show the same."""
+    monkeypatch.setattr(os, "fsync", lambda _: None)

@@ -7,7 +7,8 @@ import pytest
 
 from common.errors import UserError
 from data.config import DataConfig
-from data.corpus import Corpus, stdlib_files
+from data.corpus import Corpus
+from data.inputs import stdlib_files
 
 
 def read(*paths: Path, text_field: str = "text") -> list[str]:
@@ -63,7 +64,7 @@ def test_standard_library_has_a_fixed_order_and_no_tests() -> None:
 def test_standard_library_files_that_are_not_utf8_are_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.py").write_bytes(b"# caf\xe9")
     (tmp_path / "b.py").write_bytes(b"b = 1")
-    monkeypatch.setattr("data.corpus.sysconfig.get_path", lambda _: str(tmp_path))
+    monkeypatch.setattr("data.inputs.sysconfig.get_path", lambda _: str(tmp_path))
     assert list(Corpus(DataConfig()).documents()) == ["b = 1"]
     (tmp_path / "a.py").unlink()
     (tmp_path / "b.py").unlink()
@@ -76,13 +77,13 @@ def test_errors_in_paths(tmp_path: Path) -> None:
     (tmp_path / "empty.txt").touch()
     for path, message in (
         ("missing", r"data.corpus: .*missing does not exist; give .*'python-stdlib'"),
-        ("a.pdf", r"data.corpus: .*a.pdf has no supported extension; give .txt or .jsonl"),
+        ("a.pdf", r"data.corpus: .*a.pdf has no supported extension; give .txt, .jsonl, .*or .arrow"),
         ("empty.txt", r"data.corpus: no document with any text in .*empty.txt"),
     ):
         with pytest.raises(UserError, match=message):
             read(tmp_path / path)
     (tmp_path / "empty.txt").unlink()
-    with pytest.raises(UserError, match=r"data.corpus: folder .* holds no .txt or .jsonl file"):
+    with pytest.raises(UserError, match=r"data.corpus: folder .* holds no .txt, .jsonl, .* file"):
         read(tmp_path)
 
 

@@ -23,15 +23,16 @@ def joined(parts: list[Batch]) -> Batch:
 
 
 def equal(a: Batch, b: Batch) -> bool:
-    return all(np.array_equal(getattr(a, name), getattr(b, name)) for name in ("tokens", "targets", "mask"))
+    names = ("tokens", "targets", "mask", "documents")
+    return all(np.array_equal(getattr(a, name), getattr(b, name)) for name in names)
 
 
-@pytest.mark.parametrize("packing", ["concat", "pad"])
+@pytest.mark.parametrize("packing", ["concat", "pad", "best_fit"])
 @pytest.mark.parametrize("world", [2, 4, 8])
 def test_the_global_batch_is_the_same_at_every_world_size(
     prepared: PreparedData, config: DataConfig, packing: str, world: int
 ) -> None:
-    loader = batches(prepared, config, packing=packing)
+    loader = batches(prepared, config, packing=packing, document_mask=packing == "best_fit")
     for step in (0, 1, 1000):
         whole = loader.train(step, 0, 1)
         assert whole.tokens.shape == (8, 64)
@@ -108,5 +109,6 @@ def test_a_batch_that_cannot_be_shared_is_an_error(prepared: PreparedData, confi
 
 
 def test_rows_longer_than_the_held_out_split_are_an_error(prepared: PreparedData, config: DataConfig) -> None:
-    with pytest.raises(UserError, match=r"data\.seq_len: .* longer than .*eval\.bin; .* raise data\.eval_fraction"):
-        batches(prepared, config, seq_len=prepared.eval.n_tokens)
+    loader = batches(prepared, config, seq_len=prepared.eval.n_tokens)
+    with pytest.raises(UserError, match=r"data\.seq_len: .* longer than .*eval; .* raise data\.eval_fraction"):
+        loader.check_held_out()

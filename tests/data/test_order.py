@@ -1,14 +1,19 @@
 from __future__ import annotations
 
 import itertools
+import math
+import time
+import tracemalloc
 
 import numpy as np
 import pytest
 
 from data import order
-from data.order import permuted, sample_ids
+from data.order import Shuffle, permuted, sample_ids
 
-SIZES = [1, 2, 3, 7, 100_000, *(2**k + d for k in (2, 3, 4, 8, 11, 16) for d in (-1, 0, 1))]
+PRIMES = [5, 251, 8191, 65_537, 99_991]
+SIZES = [1, 2, 3, 7, 100_000, *PRIMES, *(2**k + d for k in (2, 3, 4, 8, 11, 16) for d in (-1, 0, 1))]
+BLOCKS = [Shuffle(256, 512), Shuffle(100, 7), Shuffle(1, 5000), Shuffle(30_000, 1), Shuffle(10**6, 3)]
 
 
 @pytest.mark.parametrize("n", SIZES)
@@ -49,13 +54,22 @@ def test_places_outside_are_refused(place: int) -> None:
         permuted(0, 0, 10, np.array([place]))
 
 
-def test_a_trillion_rows() -> None:
+@pytest.mark.parametrize("shuffle", [Shuffle(), Shuffle(256, 512)], ids=["one level", "blocks"])
+@pytest.mark.parametrize("first", [0, 123_456_789_012, 10**12 - 200_000])
+def test_a_trillion_rows(shuffle: Shuffle, first: int) -> None:
+    """Different places have different rows, in memory for the places and none for the rest."""
     n = 10**12
-    rows = permuted(0, 0, n, np.arange(n - 200_000, n))
+    tracemalloc.start()
+    rows = sample_ids(0, n, first, 200_000, shuffle)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 100e6
     assert len(np.unique(rows)) == 200_000
     assert rows.min() >= 0
     assert rows.max() < n
-    assert rows.mean() == pytest.approx(n / 2, rel=0.01)
+    # Of 200,000 rows; of the blocks that these come from, if there are any.
+    n_draws = 200_000 if shuffle.block is None else 200_000 / shuffle.block
+    assert abs(rows.mean() / n - 0.5) < 4 / math.sqrt(12 * n_draws)
 
 
 def test_every_order_of_three_rows_is_as_likely() -> None:
@@ -88,6 +102,10 @@ def faults(n: int, places: int) -> list[str]:
     thirds = np.bincount(after * 16 // n, minlength=16) - places / 16
     if (thirds**2).sum() / (places / 16) > 60:  # chi-squared, 15 degrees of freedom
         found.append("parts of the range come at different rates")
+    batches = (after[: places // 512 * 512].reshape(-1, 512) * 16 // n)[..., None] == np.arange(16)
+    chi = float(((batches.sum(axis=1) - 32) ** 2 / 32).sum(axis=1).mean())
+    if abs(chi - 15) > 5 * np.sqrt(30 / len(batches)):  # of batches of 512: neither too uneven nor too even
+        found.append(f"batches are spread over the range with a mean chi-squared of {chi:.1f}, not 15")
     return found
 
 
@@ -104,6 +122,7 @@ def test_the_tests_above_catch_a_weak_round_function(n: int, monkeypatch: pytest
     found = faults(n, 2**16)
     assert any("parity with frequency" in fault for fault in found)
     assert any("parity follows" in fault for fault in found)
+    assert any("chi-squared" in fault for fault in found)
 
 
 def test_samples_go_through_every_row_once_an_epoch() -> None:
@@ -123,3 +142,80 @@ def test_one_row_is_every_sample() -> None:
 def test_senseless_samples_are_refused(n: int, start: int) -> None:
     with pytest.raises(ValueError, match="rows"):
         sample_ids(0, n, start, 1)
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("shuffle", BLOCKS, ids=str)
+def test_two_levels_are_a_permutation(shuffle: Shuffle, n: int) -> None:
+    """Also where the last block is short, and the last window."""
+    ids = sample_ids(3, n, n, n, shuffle)
+    assert np.array_equal(np.sort(ids), np.arange(n))
+
+
+def test_two_levels_small_blocks_exhaustively() -> None:
+    for n, block, window in itertools.product((1, 2, 5, 12, 13, 64, 90), (1, 2, 5, 13), (2, 3, 50)):
+        for epoch in range(3):
+            ids = Shuffle(block, window).permuted(7, epoch, n, np.arange(n))
+            assert sorted(ids.tolist()) == list(range(n)), (n, block, window)
+
+
+def test_two_levels_read_the_rows_of_few_blocks_at_a_time() -> None:
+    n, block, window = 100_003, 64, 20
+    ids = Shuffle(block, window).permuted(1, 0, n, np.arange(n))
+    short = np.flatnonzero(ids >= n // block * block)  # rows of the last, short block: windows after it start earlier
+    start = 0
+    while start < n:
+        size = block * window if not ((short >= start) & (short < start + block * window)).any() else None
+        size = size or block * (window - 1) + n % block
+        blocks = np.unique(ids[start : start + size] // block)
+        assert len(blocks) == window or start + size > n
+        # Each of these blocks is whole in the window: read once an epoch.
+        assert np.isin(ids // block, blocks).sum() == len(ids[start : start + size])
+        assert not np.array_equal(np.diff(blocks), np.ones(len(blocks) - 1))  # they are blocks from anywhere
+        start += size
+
+
+def test_two_levels_shuffle_blocks_and_rows() -> None:
+    """Epochs and seeds have orders of their own, and a window's rows do not come block by block."""
+    n, shuffle = 50_000, Shuffle(50, 20)
+    orders = [shuffle.permuted(seed, epoch, n, np.arange(n)) for seed in range(3) for epoch in range(3)]
+    for a, b in itertools.combinations(orders, 2):
+        assert (a == b).sum() < 20  # two or so are expected
+    for order_ in orders:
+        same_block = (order_[1:] // 50 == order_[:-1] // 50).mean()
+        assert same_block == pytest.approx(1 / 20, abs=0.01)
+        assert abs(np.corrcoef(np.arange(n), order_)[0, 1]) < 5 / math.sqrt(n / 50)
+    # Which block is the short one, and so where it comes, is drawn too.
+    epochs = [Shuffle(50, 2).permuted(0, epoch, 1049, np.arange(1049)) for epoch in range(200)]
+    numbers = [int(np.flatnonzero(epoch >= 1000)[0]) // 100 for epoch in epochs]
+    assert set(numbers) == set(range(11))
+    assert max(np.bincount(numbers)) < 40  # of 19 expected, and 10 for the last window, which is half as long
+
+
+def test_two_levels_need_no_other_places() -> None:
+    whole = Shuffle(16, 9).permuted(1, 2, 12_345, np.arange(12_345))
+    assert np.array_equal(Shuffle(16, 9).permuted(1, 2, 12_345, np.arange(5000, 5050)), whole[5000:5050])
+    assert Shuffle(16, 9).permuted(1, 2, 12_345, np.array([[3, 4], [5, 12_344]])).shape == (2, 2)
+    for place in (-1, 12_345):
+        with pytest.raises(IndexError):
+            Shuffle(16, 9).permuted(1, 2, 12_345, np.array([place]))
+
+
+def test_golden_values_of_two_levels() -> None:
+    assert Shuffle(4, 3).permuted(0, 0, 30, np.arange(12)).tolist() == [15, 5, 7, 13, 14, 4, 1, 2, 0, 6, 12, 3]
+    assert Shuffle(256, 512).permuted(1234, 7, 10**12, np.arange(3)).tolist() == [
+        31164270963,
+        297456048829,
+        278479583830,
+    ]
+
+
+@pytest.mark.verify
+@pytest.mark.parametrize("shuffle", [Shuffle(), Shuffle(256, 512)], ids=["one level", "blocks"])
+def test_a_million_indices_take_less_than_a_second(shuffle: Shuffle) -> None:
+    times = []
+    for repeat in range(5):
+        begin = time.perf_counter()
+        sample_ids(0, 10**12, repeat * 10**7, 10**6, shuffle)
+        times.append(time.perf_counter() - begin)
+    assert sorted(times)[2] < 1.0

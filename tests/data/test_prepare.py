@@ -14,12 +14,22 @@ from common.files import hash_file
 from data import prepare as module
 from data.config import DataConfig, TokenizerConfig
 from data.corpus import Corpus
+from data.manifest import FORMAT, listed_files, write_manifest
 from data.prepare import PreparedData, prepare
 from data.split import Split
 
 
 def in_cache(config: DataConfig, cache: Path, **changes: Any) -> DataConfig:
     return DataConfig.model_validate({**config.model_dump(), "cache_dir": str(cache), **changes})
+
+
+def make_nothing(folder: Path, *_: Any) -> None:
+    """In place of the work: an empty dataset."""
+    none = {"documents": 0, "tokens": 0, "bytes": 0, "shards": []}
+    tokenizer = {"file": "tokenizer.model", "bytes": 0, "blocks": []}
+    content = {"format": FORMAT, "dtype": "uint16", "tokenizer": tokenizer, "splits": {"train": none, "eval": none}}
+    (folder / "tokenizer.model").touch()
+    write_manifest(folder, content)
 
 
 def test_token_files_decode_to_the_corpus(prepared: PreparedData, config: DataConfig) -> None:
@@ -34,22 +44,22 @@ def test_token_files_decode_to_the_corpus(prepared: PreparedData, config: DataCo
         assert all(ids[-1] == tokenizer.eos_id for ids in read)
         n_bytes = sum(len(text.encode()) for text in texts)
         counts = {"documents": len(texts), "tokens": tokens.n_tokens, "bytes": n_bytes}
-        assert prepared.manifest["splits"][name] == counts
+        assert counts.items() <= prepared.manifest["splits"][name].items()
         assert tokenizer.token_bytes[tokens.slice(0, tokens.n_tokens)].sum() == n_bytes
 
 
 def test_manifest(prepared: PreparedData, config: DataConfig) -> None:
     manifest = json.loads((prepared.folder / "manifest.json").read_text())
-    assert manifest == prepared.manifest
+    assert {**prepared.manifest, "hash": manifest["hash"]} == manifest
     assert (manifest["dtype"], manifest["vocab_size"], manifest["eos_id"]) == ("uint16", 600, 1)
     assert prepared.train.dtype == np.uint16
     assert prepared.vocab_size == prepared.tokenizer().vocab_size == 600
     assert prepared.tokenizer_hash == prepared.tokenizer().hash == hash_file(prepared.tokenizer_path)
-    assert manifest["corpus_fingerprint"] == Corpus(config).fingerprint()
-    assert set(manifest["files"]) == {path.name for path in prepared.folder.iterdir()} - {"manifest.json"}
-    for name, entry in manifest["files"].items():
+    assert manifest["job"]["corpus_fingerprint"] == Corpus(config).fingerprint()
+    assert set(listed_files(manifest)) == {path.name for path in prepared.folder.iterdir()} - {"manifest.json"}
+    for name, entry in listed_files(manifest).items():
         path = prepared.folder / name
-        assert entry == {"bytes": path.stat().st_size, "hash": hash_file(path)}
+        assert entry == {"bytes": path.stat().st_size, "blocks": [hash_file(path)]}
 
 
 def test_caches_are_identical(prepared: PreparedData, config: DataConfig, tmp_path: Path) -> None:
@@ -66,7 +76,7 @@ def test_a_second_call_does_no_work(
     def forbidden(*_: object) -> None:
         raise AssertionError("work was done again")
 
-    for name in ("train_sentencepiece", "TokenWriter", "locked"):
+    for name in ("train_sentencepiece", "write_dataset", "locked"):
         monkeypatch.setattr(module, name, forbidden)
     monkeypatch.setattr(Corpus, "documents", forbidden)
     assert prepare(config).folder == prepared.folder
@@ -75,7 +85,7 @@ def test_a_second_call_does_no_work(
 def test_what_decides_the_tokens_decides_the_folder(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_make", lambda folder, *_: (folder / "manifest.json").write_text('{"files": {}}'))
+    monkeypatch.setattr(module, "_make", make_nothing)
     base: dict[str, Any] = {"corpus": str(corpus / "heapq.txt"), "cache_dir": str(tmp_path)}
 
     def folder(**changes: Any) -> str:
@@ -137,13 +147,13 @@ def test_a_corpus_that_changes_meanwhile_is_an_error(
 ) -> None:
     text = tmp_path / "a.txt"
     text.write_text((corpus / "heapq.txt").read_text())
-    real = module._encode
+    real = module.write_dataset
 
     def meddle(*arguments: Any) -> Any:
         text.write_text("something else")
         return real(*arguments)
 
-    monkeypatch.setattr(module, "_encode", meddle)
+    monkeypatch.setattr(module, "write_dataset", meddle)
     with pytest.raises(UserError, match=r"data\.corpus: its files changed"):
         prepare(DataConfig(corpus=str(text), tokenizer=TokenizerConfig(vocab_size=400), cache_dir=str(tmp_path / "c")))
 
@@ -151,9 +161,9 @@ def test_a_corpus_that_changes_meanwhile_is_an_error(
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda folder: (folder / "train.bin").write_bytes(b""), r"train\.bin: missing or not \d+ bytes long; delete"),
-        (lambda folder: (folder / "eval.idx").unlink(), r"eval\.idx: missing or not"),
-        (lambda folder: (folder / "manifest.json").write_text("{"), r"manifest\.json: not a manifest .*; delete"),
+        (lambda folder: (folder / "train-00000.bin").write_bytes(b""), r"train-00000\.bin: missing or not \d+ bytes"),
+        (lambda folder: (folder / "eval-00000.idx").unlink(), r"eval-00000\.idx: missing or not"),
+        (lambda folder: (folder / "manifest.json").write_text("{"), r"manifest\.json: damaged: .*"),
     ],
 )
 def test_damage_is_named(
@@ -165,7 +175,7 @@ def test_damage_is_named(
         (folder / path.name).write_bytes(path.read_bytes())
     assert prepare(in_cache(config, tmp_path)).data_hash == prepared.data_hash
     damage(folder)
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match=f"{message}.* delete {folder} to have it made again$"):
         prepare(in_cache(config, tmp_path))
 
 
@@ -180,7 +190,7 @@ def test_a_cache_that_cannot_be_written_is_named(config: DataConfig, tmp_path: P
 def test_the_environment_names_the_cache(
     config: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, corpus: Path
 ) -> None:
-    monkeypatch.setattr(module, "_make", lambda folder, *_: (folder / "manifest.json").write_text('{"files": {}}'))
+    monkeypatch.setattr(module, "_make", make_nothing)
     monkeypatch.setenv("GRAMIAN_CACHE", str(tmp_path / "elsewhere"))
     assert prepare(config).folder.parent == tmp_path / "elsewhere"
     monkeypatch.delenv("GRAMIAN_CACHE")

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import itertools
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -9,28 +8,10 @@ import numpy as np
 import pytest
 
 from common.errors import UserError
-from data.shards import TokenFile, TokenWriter
+from data.shards import TokenFile, TokenWriter, dtype_for
+from tests.data.jobs import megatron_documents
 
 DOCUMENTS = [[5, 6, 7, 1], [8, 1], [65_535, 0, 1]]
-
-
-def megatron_documents(prefix: Path) -> list[list[int]]:
-    """An independent reader of Megatron's format, one field after the other."""
-    index = prefix.with_suffix(".idx").read_bytes()
-    assert index[:9] == b"MMIDIDX\x00\x00"
-    assert struct.unpack_from("<Q", index, 9) == (1,)
-    letter = {1: "B", 2: "b", 3: "h", 4: "i", 5: "q", 8: "H"}[index[17]]
-    n_sequences, n_index = struct.unpack_from("<QQ", index, 18)
-    place = 34
-    lengths = struct.unpack_from(f"<{n_sequences}i", index, place)
-    place += 4 * n_sequences
-    pointers = struct.unpack_from(f"<{n_sequences}q", index, place)
-    place += 8 * n_sequences
-    bounds = struct.unpack_from(f"<{n_index}q", index, place)
-    assert place + 8 * n_index == len(index)
-    content = prefix.with_suffix(".bin").read_bytes()
-    sequences = [list(struct.unpack_from(f"<{n}{letter}", content, p)) for n, p in zip(lengths, pointers, strict=True)]
-    return [list(itertools.chain(*sequences[a:b])) for a, b in itertools.pairwise(bounds)]
 
 
 def write_index(path: Path, code: int, lengths: list[int], bounds: list[int], size: int, version: int = 1) -> None:
@@ -114,3 +95,40 @@ def test_damage_is_named(token_file: Callable[..., TokenFile], tmp_path: Path) -
     files.bin_path.unlink()
     with pytest.raises(UserError, match=r"tokens\.bin: no such token file"):
         TokenFile(tmp_path / "tokens")
+
+
+@pytest.mark.parametrize(("n_ids", "dtype"), [(65_499, "uint16"), (65_500, "int32"), (65_537, "int32")])
+def test_dtype_is_megatrons(n_ids: int, dtype: str) -> None:
+    assert dtype_for(n_ids) == dtype
+
+
+def test_documents_given_together_are_those_given_one_by_one(tmp_path: Path) -> None:
+    tokens, lengths = np.concatenate([np.array(d) for d in DOCUMENTS]), np.array([len(d) for d in DOCUMENTS])
+    with TokenWriter(tmp_path / "one", "uint16") as one, TokenWriter(tmp_path / "all", "uint16") as together:
+        for document in DOCUMENTS:
+            one.append(document)
+        together.extend(tokens, lengths)
+        assert (together.n_documents, together.n_tokens) == (3, 9)
+    for end in (".bin", ".idx"):
+        assert (tmp_path / f"one{end}").read_bytes() == (tmp_path / f"all{end}").read_bytes()
+        assert together.files[f"all{end}"]["bytes"] == (tmp_path / f"all{end}").stat().st_size
+    with pytest.raises(ValueError, match="for 9 tokens"), TokenWriter(tmp_path / "x", "uint16") as writer:
+        writer.extend(tokens, lengths[:2])
+
+
+def test_places_beyond_two_gibibytes(tmp_path: Path) -> None:
+    """Three documents of 2**30 tokens: the last begins at byte 2**32, and at token 2**31. The file is sparse."""
+    with TokenWriter(tmp_path / "big", "uint16") as writer:
+        writer._lengths.extend([2**30] * 3)  # without their tokens, which nobody has room for
+    with open(tmp_path / "big.bin", "wb") as file:
+        for token in (0, 2**30 - 1, 2**30, 2**31, 3 * 2**30 - 2):
+            file.seek(2 * token)
+            file.write(struct.pack("<H", token % 65_521))
+        file.truncate(6 * 2**30)
+    tokens = TokenFile(tmp_path / "big")
+    assert (tokens.n_tokens, tokens.document_starts.tolist()) == (3 * 2**30, [0, 2**30, 2**31, 3 * 2**30])
+    assert tokens.document(1)[:2].tolist() == [2**30 % 65_521, 0]
+    assert tokens.document(2)[:2].tolist() == [2**31 % 65_521, 0]
+    assert tokens.slice(3 * 2**30 - 2, 3 * 2**30).tolist() == [(3 * 2**30 - 2) % 65_521, 0]
+    pointers = struct.unpack_from("<3q", (tmp_path / "big.idx").read_bytes(), 34 + 12)
+    assert pointers == (0, 2**31, 2**32)

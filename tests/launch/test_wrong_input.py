@@ -23,7 +23,7 @@ def _tree(folder: Path) -> dict[Path, int]:
     ("content", "words", "parts"),
     [
         (None, [], ["data.corpus", "does not exist", "python-stdlib"]),
-        ({}, [], ["data.corpus", "holds no .txt or .jsonl file"]),
+        ({}, [], ["data.corpus", "holds no .txt, .jsonl"]),
         ({"a.txt": ""}, [], ["data.corpus", "no document with any text"]),
         ({"a.txt": "hi"}, [], ["data.corpus", "too little text"]),
         ({"a.jsonl": '{"txt": "words"}'}, [], ["a.jsonl:1", "no field 'text'", "set data.text_field", "'txt'"]),

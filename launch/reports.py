@@ -1,0 +1,33 @@
+"""What commands tell programs: a JSON file, or standard output."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from common.errors import UserError
+from common.files import atomic_write
+
+
+def check_writable(option: str, file: str | None) -> None:
+    """Refuse a file that could not be written, before the work and not after it. `-` is standard output."""
+    if file is None or file == "-":
+        return
+    path = Path(file)
+    if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+        raise UserError(
+            f"{option} {file}: cannot be written; give a file in a folder that is there, or - for the terminal"
+        )
+
+
+def write_json(file: str | None, record: dict[str, Any]) -> None:
+    """Write a report, if one is asked for."""
+    if file is None:
+        return
+    text = json.dumps(record, indent=1) + "\n"
+    if file == "-":
+        print(text, end="", flush=True)
+    else:
+        atomic_write(Path(file), text)
