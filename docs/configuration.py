@@ -55,10 +55,11 @@ def page() -> str:
     parts = [HEADER]
     for name, field in TrainingConfig.model_fields.items():
         parts.append(f"\n## {name}\n\n{field.description}\n\n{TABLE}")
-        section = field.annotation
-        assert isinstance(section, type)
-        assert issubclass(section, Config)
-        parts += rows(section, f"{name}.")
+        section, placeholder = inner_section(field.annotation)
+        assert section is not None
+        if placeholder:
+            parts.append(row_of(name, field))
+        parts += rows(section, f"{name}.{placeholder}")
         if name == "model":
             parts.append(presets())
         if name == "optim":
@@ -73,19 +74,27 @@ def rows(section: type[Config], prefix: str) -> list[str]:
         key = prefix + (field.alias or name)
         inner, placeholder = inner_section(field.annotation)
         if inner is None or placeholder:
-            cells = (f"`{key}`", type_of(field), default_of(field), field.description or "")
-            result.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |\n")
+            result.append(row_of(key, field))
         if inner is not None:
             result += rows(inner, f"{key}.{placeholder}")
     return result
 
 
+def row_of(key: str, field: FieldInfo) -> str:
+    """Table row of one key."""
+    cells = (f"`{key}`", type_of(field), default_of(field), field.description or "")
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |\n"
+
+
 def inner_section(annotation: Any) -> tuple[type[Config] | None, str]:
-    """The section that a field holds, and `<name>.` if it holds one per name."""
+    """The section that a field holds, and `<name>.` if it holds one per name or number."""
     if isinstance(annotation, type) and issubclass(annotation, Config):
         return annotation, ""
     if typing.get_origin(annotation) is dict:
         return typing.get_args(annotation)[1], "<role>."
+    if typing.get_origin(annotation) is list:
+        inner, _ = inner_section(typing.get_args(annotation)[0])
+        return inner, "<n>."
     return None, ""
 
 
@@ -115,11 +124,13 @@ def in_words(annotation: Any) -> str:
     if origin is typing.Literal:
         return ", ".join(f"`{choice}`" for choice in arguments)
     if origin is list:
-        return f"list of {in_words(arguments[0])}"
+        return f"list of {in_words(arguments[0])}".replace("list of a section", "list of sections")
     if origin is tuple:
         return f"list of {len(arguments)} {in_words(arguments[0])}s"
     if origin is dict:
         return f"sections under {in_words(arguments[0])}"
+    if isinstance(annotation, type) and issubclass(annotation, Config):
+        return "a section"
     return _TYPES[annotation]
 
 

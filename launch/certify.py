@@ -63,10 +63,10 @@ def run_certify(request: Request, nproc: int | None) -> None:
     plan_layout(config, nproc)
     _check_writable(request.json_file)
 
-    from data.prepare import prepare
+    from trainer.rundata import open_run_data
 
     setup_logging(quiet=request.json_file == "-")
-    prepare(config.data, show_progress=sys.stderr.isatty())
+    open_run_data(config, show_progress=sys.stderr.isatty())
     if nproc == 1:
         _work(request, config)
         return

@@ -56,5 +56,8 @@ def print_ways_on(config: TrainingConfig, run: RunDirectory) -> None:
     stretched = (
         "" if config.schedule.name in ("constant", "inverse_sqrt") else " (the schedule then is that of the new length)"
     )
-    print(f"go on         with more steps:      train.steps={2 * step}{stretched}")
+    if config.stages:
+        print(f"go on         with another stage:   under a new name, and checkpoint.resume={run.path}")
+    else:
+        print(f"go on         with more steps:      train.steps={2 * step}{stretched}")
     print(f"              or under a new name:  run.name={config.run.name}-2", flush=True)

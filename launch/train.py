@@ -38,12 +38,12 @@ def run_train(config_path: str, overrides: list[str], nproc: int | None, dry_run
         print_plan(config, layout)
         return
 
-    from data.prepare import prepare
+    from trainer.rundata import open_run_data
     from trainer.start import check_start, starting_checkpoint
 
     setup_logging()
     starting_checkpoint(config, run)  # a path that leads nowhere is found before the corpus is read
-    check_start(config, run, prepare(config.data, show_progress=sys.stderr.isatty()))
+    check_start(config, run, open_run_data(config, show_progress=sys.stderr.isatty()))
     if nproc == 1:
         worker.run(config_path, overrides)
         return

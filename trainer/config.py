@@ -7,13 +7,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, PrivateAttr, ValidationError, field_validator, model_validator
 
 from common.config import Config, apply_overrides, read_tree, validate
 from common.errors import UserError
 from data.config import DataConfig
 from models.config import ModelConfig
 from optim.config import OptimConfig, ScheduleConfig
+from trainer.stages import Stage, StageConfig
 
 
 class RunConfig(Config):
@@ -42,7 +43,9 @@ class RunConfig(Config):
 class TrainConfig(Config):
     """How long and in what pieces to train."""
 
-    steps: int = Field(1000, ge=1, description="Optimizer updates of the whole run.")
+    steps: int = Field(
+        1000, ge=1, description="Optimizer updates of the whole run; with `stages` they follow from these."
+    )
     global_batch_size: int = Field(32, ge=1, description="Sequences per update over all ranks, whatever the layout.")
     micro_batch_size: int = Field(8, ge=1, description="Sequences per rank in one forward and backward pass.")
     grad_clip: float | None = Field(
@@ -159,6 +162,10 @@ class TrainingConfig(Config):
     checkpoint: CheckpointConfig = Field(CheckpointConfig(), description="Saving and resuming.")
     eval: EvalConfig = Field(EvalConfig(), description="Evaluation in the loop.")
     log: LogConfig = Field(LogConfig(), description="Reporting.")
+    stages: list[StageConfig] = Field(
+        default_factory=list, description="Stages one after the other, each with what differs in it; none: one stage."
+    )
+    _plan: tuple[Stage, ...] = PrivateAttr(())
 
     @model_validator(mode="after")
     def _check(self) -> TrainingConfig:
@@ -168,13 +175,41 @@ class TrainingConfig(Config):
                 f"set data.seq_len={self.model.max_seq_len} or less, or raise model.max_seq_len"
             )
         vocab_size = self.model.vocab_size
-        if vocab_size is not None and vocab_size < self.data.tokenizer.vocab_size:
+        n_tokens = self.data.tokenizer.known_size if self.data.reads_corpus else None
+        if vocab_size is not None and n_tokens is not None and vocab_size < n_tokens:
             raise UserError(
                 f"'model.vocab_size' ({vocab_size}) is smaller than 'data.tokenizer.vocab_size' "
-                f"({self.data.tokenizer.vocab_size}): some tokens would have no embedding; "
+                f"({n_tokens}): some tokens would have no embedding; "
                 f"set model.vocab_size=null to take the tokenizer's"
             )
         return self
+
+    @model_validator(mode="after")
+    def _lay_out_stages(self) -> TrainingConfig:
+        """Check the config of every stage, and count the steps."""
+        if not self.stages:
+            return self
+        steps, plan = 0, []
+        for number, stage in enumerate(self.stages):
+            config = validate(TrainingConfig, stage.laid_over(self.tree()), f"stages.{number}")
+            plan.append(Stage(number, steps, config, stage.schedule is not None))
+            steps += config.train.steps
+        if "steps" in self.train.model_fields_set and self.train.steps != steps:
+            raise UserError(
+                f"'train.steps' is {self.train.steps}, but the stages have {steps} steps; remove train.steps"
+            )
+        self._plan = tuple(plan)
+        self.__dict__["train"] = self.train.model_copy(update={"steps": steps})  # the model is frozen for all others
+        return self
+
+    @property
+    def plan(self) -> tuple[Stage, ...]:
+        """The stages in order; without `stages` the whole run is one."""
+        return self._plan or (Stage(0, 0, self, False),)
+
+    def stage_at(self, step: int) -> Stage:
+        """The stage of update number `step`, counted from 1; past the end, the last one."""
+        return next(stage for stage in reversed(self.plan) if step > stage.first or stage.first == 0)
 
     def tree(self) -> dict[str, Any]:
         """The resolved config as plain data, readable by `load_config` again."""

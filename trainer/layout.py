@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from common.errors import UserError
 from trainer.config import TrainingConfig
@@ -18,6 +18,11 @@ class Layout:
     micro_batch_size: int
     accumulation: int
     seq_len: int
+    stages: tuple[Layout, ...] = ()  # of each stage, if there are several; the first's numbers are ours
+
+    def at(self, stage: int) -> Layout:
+        """The layout of a stage, by its number."""
+        return self.stages[stage] if self.stages else self
 
     @property
     def world_size(self) -> int:
@@ -32,9 +37,11 @@ class Layout:
     def describe(self) -> str:
         """The mesh and the batch arithmetic, one line each."""
         ranks = f"{self.world_size} rank{'s' if self.world_size > 1 else ''}"
+        mesh = f"mesh   {self.engine}: {ranks} = dp_replicate {self.dp_replicate} x dp_shard {self.dp_shard}\n"
+        return mesh + "\n".join(layout._describe_batch(ranks) for layout in self.stages or (self,))
+
+    def _describe_batch(self, ranks: str) -> str:
         return (
-            f"mesh   {self.engine}: {ranks} = dp_replicate {self.dp_replicate} x "
-            f"dp_shard {self.dp_shard}\n"
             f"batch  {self.global_batch_size} sequences = {ranks} x {self.micro_batch_size} per "
             f"micro-batch x {self.accumulation} accumulated; "
             f"x {self.seq_len} tokens = {self.global_batch_size * self.seq_len:,} tokens a step"
@@ -42,11 +49,24 @@ class Layout:
 
 
 def plan_layout(config: TrainingConfig, world_size: int) -> Layout:
-    """Lay a config over `world_size` ranks.
+    """Lay a config over `world_size` ranks, in all its stages.
 
     Raises:
         UserError: ranks or sequences that do not divide; the line names the key and values that would do.
     """
+    if not config.stages:
+        return _plan_stage(config, world_size)
+    layouts = []
+    for stage in config.plan:
+        try:
+            layouts.append(_plan_stage(stage.config, world_size))
+        except UserError as error:
+            raise UserError(f"stages.{stage.number}: {error}") from None
+    return replace(layouts[0], stages=tuple(layouts))
+
+
+def _plan_stage(config: TrainingConfig, world_size: int) -> Layout:
+    """Lay a config without stages, or one stage's config, over `world_size` ranks."""
     parallel, train = config.parallel, config.train
     if parallel.engine == "ddp":
         replicate, shard = world_size, 1

@@ -10,13 +10,13 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from data.loader import Batches
+from data.loader import Feed
 from data.packing import Batch
-from data.prepare import prepare
+from data.prefetch import Prefetched
 from models.flops import training_flops_per_token
 from optim.build import set_lr
 from optim.schedules import lr_factor
-from trainer.batch import micro_batches
+from trainer.batch import micro_batches, pinned
 from trainer.build import build_engine
 from trainer.checkpoint import Checkpointer
 from trainer.config import TrainingConfig
@@ -26,6 +26,7 @@ from trainer.layout import Layout, plan_layout
 from trainer.metrics import Reporter
 from trainer.provenance import record_start
 from trainer.resume import Progress, resume, trainer_state
+from trainer.rundata import batches_of, open_run_data
 from trainer.rundir import RunDirectory, run_directory
 from trainer.runtime import Runtime
 from trainer.throughput import peak_flops
@@ -42,9 +43,9 @@ def train(config: TrainingConfig, runtime: Runtime) -> RunDirectory:
 def _train(config: TrainingConfig, run: RunDirectory, runtime: Runtime) -> None:
     run.check_config(config)
     layout = plan_layout(config, runtime.world_size)
-    data = prepare(config.data)
+    data = open_run_data(config)
     model_config = config.model.with_vocab_size(data.vocab_size)
-    batches = Batches(data, config.data, config.run.seed, config.train.global_batch_size)
+    batches = batches_of(config, data)
 
     engine = build_engine(config, model_config, layout, runtime)
     checkpointer = Checkpointer(run, runtime, config.checkpoint.keep, config.checkpoint.async_)
@@ -57,24 +58,24 @@ def _train(config: TrainingConfig, run: RunDirectory, runtime: Runtime) -> None:
 
     peak, peak_source = peak_flops(runtime.device, config.train.precision)
     peak = runtime.sum(peak)
-    flops_per_token = training_flops_per_token(model_config, config.data.seq_len, causal=True)
     token_bytes = data.tokenizer().token_bytes
     steps, tokens = config.train.steps, done.tokens
-    with checkpointer, Reporter(run, runtime.is_main, done.step, steps) as reporter:
+    feed = Prefetched(batches, steps, finish=pinned if runtime.device.type == "cuda" else None)
+    with checkpointer, feed, Reporter(run, runtime.is_main, done.step, steps) as reporter:
         reporter.say(layout.describe())
-        reporter.say(
-            f"data   {data.train.n_tokens:,} tokens = {batches.rows_per_epoch:,} sequences an epoch; "
-            f"{steps:,} steps read {batches.epoch(steps):.2f} epochs"
-        )
+        if runtime.is_main:  # it may take a look at every document
+            reporter.say(batches.describe())
         reporter.say(f"speed  {peak / 1e9:,.0f} GFLOP/s at most over all ranks ({peak_source}); MFU counts against it")
         clock, tokens_logged = time.perf_counter(), tokens
         for step in range(done.step + 1, steps + 1):
-            result = step_at(step, engine, batches, layout, runtime, config)
+            stage = config.stage_at(step)
+            result = step_at(step, engine, feed, layout, runtime, config)
             tokens += result.tokens
             last = step == steps
             if last or step % config.log.every == 0:
                 seconds = time.perf_counter() - clock
                 rate = (tokens - tokens_logged) / seconds
+                flops_per_token = training_flops_per_token(model_config, stage.config.data.seq_len, causal=True)
                 scaler = engine.scaler_state()
                 reporter.row(
                     {
@@ -86,13 +87,15 @@ def _train(config: TrainingConfig, run: RunDirectory, runtime: Runtime) -> None:
                         "tokens_per_second": rate,
                         "mfu": rate * flops_per_token / peak,
                         "seconds": seconds,
+                        **({"stage": stage.number} if config.stages else {}),
                         **{key: scaler[key] for key in ("loss_scale", "skipped_steps") if key in scaler},
                     }
                 )
                 clock, tokens_logged = time.perf_counter(), tokens
             pause = time.perf_counter()
             if config.eval.batches and (last or step % config.eval.every == 0):
-                scores = evaluate(engine.model, batches, token_bytes, runtime, config)
+                held_out = batches.stages[stage.number]
+                scores = evaluate(engine.model, held_out, token_bytes, runtime, stage.config)
                 reporter.row({"step": step, **scores})
             if last or step % config.checkpoint.every == 0:
                 progress = Progress(step, tokens, engine.scaler_state())
@@ -113,16 +116,21 @@ class StepResult(NamedTuple):
 
 def learning_rate(step: int, config: TrainingConfig) -> float:
     """Of update number `step`, counted from 1, before the factors of roles."""
-    return config.optim.lr * lr_factor(config.schedule, step, config.train.steps)
+    stage = config.stage_at(step)
+    if stage.own_schedule:
+        factor = lr_factor(stage.config.schedule, step - stage.first, stage.steps)
+    else:
+        factor = lr_factor(config.schedule, step, config.train.steps)
+    return stage.config.optim.lr * factor
 
 
 def step_at(
-    step: int, engine: Engine, batches: Batches, layout: Layout, runtime: Runtime, config: TrainingConfig
+    step: int, engine: Engine, batches: Feed, layout: Layout, runtime: Runtime, config: TrainingConfig
 ) -> StepResult:
-    """Update number `step`, counted from 1, with the learning rate and the rows that belong to it."""
+    """Update number `step`, counted from 1, with the learning rate, the rows and the layout that belong to it."""
     set_lr(engine.optimizer, learning_rate(step, config))
     batch = batches.train(step - 1, runtime.rank, runtime.world_size)
-    return train_step(engine, batch, layout, runtime, config.train.grad_clip)
+    return train_step(engine, batch, layout.at(config.stage_at(step).number), runtime, config.train.grad_clip)
 
 
 def train_step(engine: Engine, batch: Batch, layout: Layout, runtime: Runtime, grad_clip: float | None) -> StepResult:

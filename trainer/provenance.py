@@ -20,9 +20,9 @@ import yaml
 
 from common.errors import UserError
 from common.files import atomic_write, hash_json, next_numbered
-from data.prepare import PreparedData
 from trainer.config import TrainingConfig
 from trainer.layout import Layout
+from trainer.rundata import RunData
 from trainer.rundir import RunDirectory
 from trainer.runtime import Runtime
 
@@ -31,7 +31,7 @@ _PACKAGES = ("gramian", "torch", "numpy", "pydantic", "safetensors", "sentencepi
 
 
 def record_start(
-    run: RunDirectory, runtime: Runtime, config: TrainingConfig, layout: Layout, step: int, data: PreparedData
+    run: RunDirectory, runtime: Runtime, config: TrainingConfig, layout: Layout, step: int, data: RunData
 ) -> None:
     """Write `starts/<n>/`: resolved config, command, git commit and diff, versions, hosts, layout, hashes of the data.
 

@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 
 from common.logs import get_logger
-from data.prepare import PreparedData
 from models.config import ModelConfig
 from trainer.checkpoint import load_engine
 from trainer.config import TrainingConfig
 from trainer.engines.base import Engine
 from trainer.manifest import read_trainer_state
+from trainer.rundata import RunData
 from trainer.rundir import RunDirectory
 from trainer.runtime import Runtime
 from trainer.start import check_fits, starting_checkpoint
@@ -29,7 +29,7 @@ class Progress:
     loss_scaler: dict[str, Any] = field(default_factory=dict)  # `Engine.scaler_state()`
 
 
-def trainer_state(config: TrainingConfig, model: ModelConfig, data: PreparedData, progress: Progress) -> dict[str, Any]:
+def trainer_state(config: TrainingConfig, model: ModelConfig, data: RunData, progress: Progress) -> dict[str, Any]:
     """The plain data of a checkpoint."""
     return {
         "step": progress.step,
@@ -38,12 +38,12 @@ def trainer_state(config: TrainingConfig, model: ModelConfig, data: PreparedData
         "model": model.model_dump(mode="json"),
         "config": config.tree(),
         "tokenizer_hash": data.tokenizer_hash,
-        "data_hash": data.data_hash,
+        "data_hash": data.data_hash_at(config, progress.step),
         "torch": torch.__version__,
     }
 
 
-def resume(config: TrainingConfig, run: RunDirectory, data: PreparedData, engine: Engine, runtime: Runtime) -> Progress:
+def resume(config: TrainingConfig, run: RunDirectory, data: RunData, engine: Engine, runtime: Runtime) -> Progress:
     """Load the run's newest committed checkpoint, or else the one that `checkpoint.resume` names.
 
     Raises:

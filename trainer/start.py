@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
-from data.loader import Batches
-from data.prepare import PreparedData
 from models.config import ModelConfig
 from trainer.config import TrainingConfig, as_this_version_writes, differences
 from trainer.manifest import read_trainer_state
+from trainer.rundata import RunData, batches_of
 from trainer.rundir import RunDirectory, find_checkpoint
 
 
@@ -30,9 +29,12 @@ def starting_checkpoint(config: TrainingConfig, run: RunDirectory) -> Path | Non
         raise UserError(f"'checkpoint.resume': {error}") from None
 
 
-def check_start(config: TrainingConfig, run: RunDirectory, data: PreparedData) -> None:
+def check_start(config: TrainingConfig, run: RunDirectory, data: RunData) -> None:
     """Refuse what would fail later: a corpus without a whole row, a prompt too long, a checkpoint of something else."""
-    Batches(data, config.data, config.run.seed, config.train.global_batch_size)
+    batches = batches_of(config, data)
+    if config.eval.batches:
+        for stage in batches.stages:
+            stage.check_held_out()
     if config.train.sample_prompt is not None:
         n_tokens = len(data.tokenizer().encode([config.train.sample_prompt])[0])
         if n_tokens >= config.model.max_seq_len:
@@ -45,9 +47,7 @@ def check_start(config: TrainingConfig, run: RunDirectory, data: PreparedData) -
         check_fits(folder, read_trainer_state(folder), config, model, data)
 
 
-def check_fits(
-    folder: Path, state: dict[str, Any], config: TrainingConfig, model: ModelConfig, data: PreparedData
-) -> None:
+def check_fits(folder: Path, state: dict[str, Any], config: TrainingConfig, model: ModelConfig, data: RunData) -> None:
     """Refuse a checkpoint that this config cannot go on from.
 
     Raises:
@@ -67,8 +67,9 @@ def check_fits(
             f"{folder} is a checkpoint of another optimizer: its 'optim.name' is {optimizer}, "
             f"not {config.optim.name}; set optim.name={optimizer}, or choose another checkpoint"
         )
+    hashes = {"tokenizer_hash": data.tokenizer_hash, "data_hash": data.data_hash_at(config, state["step"])}
     for key, what in (("tokenizer_hash", "tokenizer"), ("data_hash", "corpus")):
-        if state[key] != getattr(data, key):
+        if state[key] != hashes[key]:
             raise UserError(
                 f"{folder} was trained with another {what} than this config gives now; "
                 f"restore the {what}, or start anew under another run.name"

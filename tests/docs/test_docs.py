@@ -189,13 +189,21 @@ def test_readme_has_every_command_and_option() -> None:
 
     from launch.cli import app
 
-    known = {
-        name: {option for parameter in command.params for option in parameter.opts if option.startswith("--")}
-        for name, command in typer.main.get_command(app).commands.items()  # type: ignore[attr-defined]
-    }
+    known: dict[str, set[str]] = {}
+
+    def collect(group: Any, prefix: str) -> None:
+        for name, command in group.commands.items():
+            if hasattr(command, "commands"):
+                collect(command, f"{prefix}{name} ")
+            else:
+                words = {word for parameter in command.params for word in parameter.opts}
+                known[prefix + name] = {word for word in words if word.startswith("--")}
+
+    collect(typer.main.get_command(app), "")
     shown: dict[str, set[str]] = {}
     for row in README.read_text(encoding="utf-8").splitlines():
-        for name in re.findall(r"(?<![\w-])gramian (\w+)", row if re.match(r"\| `|gramian", row) else ""):
+        for words in re.findall(r"(?<![\w-])gramian (\w+(?: \w+)?)", row if re.match(r"\| `|gramian", row) else ""):
+            name = words if words in known else words.split()[0]
             shown.setdefault(name, set()).update(re.findall(r"--[a-z][a-z-]*", row))
     assert shown == {name: options - {"--help"} for name, options in known.items()}
 

@@ -67,6 +67,22 @@ CHANGES: dict[str, Change] = {
     "data.corpus": to("inputs/other.jsonl"),
     "data.text_field": to("title"),
     "data.tokenizer.vocab_size": to("320"),
+    "data.tokenizer.model": Change(ALL),
+    "data.tokenizer.path": between(
+        "inputs/one.json", "inputs/two.json", needs=("data.tokenizer={path: inputs/one.json}",)
+    ),
+    "data.tokenizer.eos": between(
+        "<|endoftext|>", "<|user|>", needs=("data.tokenizer={path: inputs/one.json, eos: <|user|>}",)
+    ),
+    "data.path": between("inputs/a", "inputs/b", needs=("data={path: inputs/a, seq_len: 16}",)),
+    "data.mixture": between(
+        "[{path: inputs/a, weight: 1}, {path: inputs/b, weight: 1}]",
+        "[{path: inputs/a, weight: 1}, {path: inputs/b, weight: 3}]",
+        needs=("data={mixture: [{path: inputs/a, weight: 1}], seq_len: 16}",),
+    ),
+    "data.document_mask": Change(ALL),
+    "data.shuffle.block": to("2"),
+    "data.shuffle.window": between("1", "4", needs=("data.shuffle.block=2",)),
     "data.seq_len": to("8"),
     "data.packing": Change(ALL),
     "data.eval_fraction": to("0.3"),
@@ -109,9 +125,10 @@ CHANGES: dict[str, Change] = {
     "eval.every": to("1"),
     "eval.batches": to("0"),
     "log.every": to("2"),
+    "stages": to("[{tokens: 64}, {tokens: 32, data: {seq_len: 8}}]"),
 }
 
 # Keys that no run can show to act, and why. A key belongs here only if nothing that one may see depends on it.
 EXCEPTIONS: dict[str, str] = {
-    "data.tokenizer.kind": "it has one value only",
+    "data.tokenizer.kind": "each kind has keys of its own (vocab_size, path), so it cannot change alone",
 }

@@ -58,6 +58,19 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
         ["data.packing=pad", "optim.roles.head.lr_scale=0.5", "optim.roles.vector.weight_decay=0.2"],
     ),
 }
+LAYOUTS |= {
+    "fsdp, packed documents kept apart": (
+        2,
+        ["data.packing=best_fit", "data.document_mask=true", "train.activation_checkpointing=selective"],
+    ),
+    "ddp, two stages": (
+        2,
+        [
+            "parallel.engine=ddp",
+            "stages=[{tokens: 2048}, {tokens: 38912, data: {seq_len: 32}, train: {global_batch_size: 64}}]",
+        ],
+    ),
+}
 SMALL = ["data.seq_len=16", "train.global_batch_size=8", "train.micro_batch_size=2"]
 LAYOUTS |= {
     f"{precision}, HSDP 2x2": (4, [*SMALL, f"train.precision={precision}", "parallel.dp_replicate=2"])
@@ -108,7 +121,11 @@ FAULTS: dict[str, tuple[Fault, list[str], str]] = {
         "initial weight of blocks.1.mlp.w_up.weight",
     ),
     "a rank with another data seed": (
-        ("data.loader", "sample_ids(self._seed, len", "sample_ids(self._seed + rank, len"),
+        (
+            "data.streams",
+            "sample_ids(self.key, len",
+            "sample_ids(self.key + int(__import__('os').environ['RANK']), len",
+        ),
         [],
         "loss",
     ),

@@ -15,6 +15,8 @@ import yaml
 
 from common.config import Config
 from common.errors import UserError
+from tests.data.tokenizers_of_every_kind import byte_level_bpe
+from tests.datasets import make_dataset, random_texts
 from tests.gang import Gang
 from tests.observe import Seen, differences, observe
 from tests.trainer.key_changes import BASE, CHANGES, EXCEPTIONS, UNSET, Change
@@ -64,6 +66,7 @@ class Runs:
         self.config.write_text(BASE, encoding="utf-8")
         (folder / "inputs").mkdir()
         write_corpora(folder / "inputs")
+        write_data(folder / "inputs")
         self._defaults = load_config(self.config).tree()
 
     def of(self, change: Change, key: str, value: str, again: bool = False) -> Seen:
@@ -99,6 +102,15 @@ def write_corpora(folder: Path) -> None:
         texts = [[" ".join(generator.choices(words, k=30)) for _ in range(2)] for _ in range(60)]
         lines = [json.dumps({"text": text, "title": title}) + "\n" for text, title in texts]
         (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
+
+
+def write_data(folder: Path) -> None:
+    """Two dataset folders, and two tokenizer files."""
+    for number, name in enumerate(("a", "b")):
+        make_dataset(folder / name, random_texts(number, 60), held_out=0.2)
+    for number, name in enumerate(("one", "two")):
+        text = byte_level_bpe(random_texts(number, 60)).to_str()
+        (folder / f"{name}.json").write_text(text, encoding="utf-8")
 
 
 @pytest.fixture(scope="module")

@@ -59,8 +59,8 @@ def plain_run(config: TrainingConfig, data: PreparedData, initial: dict[str, tor
     rest = [p for p in model.parameters() if p.ndim < 2]
     groups = [{"params": decayed, "weight_decay": DECAY}, {"params": rest, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), eps=1e-8)
-    train = np.fromfile(data.folder / "train.bin", dtype=np.uint16)
-    held_out = np.fromfile(data.folder / "eval.bin", dtype=np.uint16)
+    train = np.fromfile(data.folder / "train-00000.bin", dtype=np.uint16)
+    held_out = np.fromfile(data.folder / "eval-00000.bin", dtype=np.uint16)
     n_train, n_held_out = (len(train) - 1) // SEQ_LEN, (len(held_out) - 1) // SEQ_LEN
 
     def loss_of(tokens: np.ndarray, indices: np.ndarray) -> torch.Tensor:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from common.errors import UserError
 from models.config import ModelConfig
 from models.flops import parameter_counts
-from trainer.config import TrainingConfig
 from trainer.layout import Layout
 
 # Bytes per parameter of the plain process: weight, gradient, the weight before the update, two numbers of optimizer
@@ -19,26 +18,25 @@ _USED = 0.8  # of what is free
 _MIN_LAYERS, _MIN_WIDTH = 2, 8
 
 
-def memory_needed(config: TrainingConfig, model: ModelConfig, layout: Layout, ranks_here: int) -> int:
+def memory_needed(model: ModelConfig, layout: Layout, ranks_here: int) -> int:
     """Bytes that certifying takes where `ranks_here` ranks share one memory with the plain process: an upper estimate.
 
     Activations are counted as Korthikanti et al. 2023 (section 4.1) count them, without the attention matrix.
     """
     parameters = parameter_counts(model)["total"]
-    tokens = layout.micro_batch_size * layout.seq_len
+    stages = layout.stages or (layout,)
+    tokens = max(stage.micro_batch_size * stage.seq_len for stage in stages)
     width = 16 * model.d_model + 4 * model.d_ff
     activations = tokens * (4 * model.n_layers * width + 4 * 4 * model.vocab)
     return (
         _REFERENCE * parameters
         + _LAYOUT * parameters * ranks_here // layout.dp_shard
         + activations * (1 + ranks_here)
-        + 16 * layout.global_batch_size * layout.seq_len
+        + 16 * max(stage.global_batch_size * stage.seq_len for stage in stages)
     )
 
 
-def model_that_fits(
-    config: TrainingConfig, model: ModelConfig, layout: Layout, ranks_here: int, memory: int, may_shrink: bool
-) -> ModelConfig:
+def model_that_fits(model: ModelConfig, layout: Layout, ranks_here: int, memory: int, may_shrink: bool) -> ModelConfig:
     """The model itself, or the largest of a row of smaller ones that fits: fewer layers first, then narrower.
 
     Heads, vocabulary and everything else stay, so that what the layout divides is still divisible.
@@ -48,11 +46,11 @@ def model_that_fits(
     """
 
     def fits(candidate: ModelConfig) -> bool:
-        return memory_needed(config, candidate, layout, ranks_here) <= _USED * memory
+        return memory_needed(candidate, layout, ranks_here) <= _USED * memory
 
     if fits(model):
         return model
-    need = memory_needed(config, model, layout, ranks_here)
+    need = memory_needed(model, layout, ranks_here)
     if not may_shrink:
         raise UserError(
             f"the whole model does not fit in one process beside its ranks: it takes about {_gib(need)} and "

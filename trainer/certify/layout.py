@@ -12,8 +12,6 @@ import torch.distributed as dist
 
 from common.errors import UserError
 from common.machine import available_memory
-from data.loader import Batches
-from data.prepare import prepare
 from models.config import ModelConfig
 from trainer.build import build_engine
 from trainer.certify.copies import copies_that_differ
@@ -27,6 +25,7 @@ from trainer.determinism import fresh_memory_is_nan
 from trainer.engines.base import Engine
 from trainer.layout import Layout, plan_layout
 from trainer.loop import step_at
+from trainer.rundata import batches_of, open_run_data
 from trainer.runtime import Runtime
 
 Say = Callable[[str], None]
@@ -44,16 +43,16 @@ def certify_layout(
         UserError: the model does not fit in one process and may not be shrunken.
     """
     layout = plan_layout(config, runtime.world_size)
-    data = prepare(config.data)
+    data = open_run_data(config)
     wanted = config.model.with_vocab_size(data.vocab_size)
-    model = _agree_on_model(config, wanted, layout, runtime, may_shrink)
+    model = _agree_on_model(wanted, layout, runtime, may_shrink)
     say(layout.describe())
     if model != wanted:
         say(
             f"model  shrunken to fit in one process: n_layers {wanted.n_layers} -> {model.n_layers}, "
             f"d_model {wanted.d_model} -> {model.d_model}, d_ff {wanted.d_ff} -> {model.d_ff}"
         )
-    batches = Batches(data, config.data, config.run.seed, config.train.global_batch_size)
+    batches = batches_of(config, data)
     with fresh_memory_is_nan():
         engine = build_engine(config, model, layout, runtime)
     findings = Findings(config.train.precision, config.train.compile)
@@ -87,7 +86,7 @@ def certify_layout(
                 findings.add("update", name, step, reference.difference_of_update(name, theirs))
         if runtime.world_size > 1:
             findings.add("copies that differ", "", step, copies_that_differ(weights(engine)))
-        if step == 2:
+        if step - config.stage_at(step).first <= 2:  # a stage may have shapes of its own
             graphs = compiled_graphs()
         say(f"step   {step}/{steps}  loss {result.loss:.4f}  grad norm {result.grad_norm:.4f}")
     if config.train.compile and steps > 2:
@@ -103,9 +102,7 @@ def _compare_gradients(engine: Engine, reference: Reference | None, findings: Fi
             findings.add("gradient", name, step, reference.difference_of_gradient(name, theirs))
 
 
-def _agree_on_model(
-    config: TrainingConfig, model: ModelConfig, layout: Layout, runtime: Runtime, may_shrink: bool
-) -> ModelConfig:
+def _agree_on_model(model: ModelConfig, layout: Layout, runtime: Runtime, may_shrink: bool) -> ModelConfig:
     """Rank 0 looks at the memory that is left, where the plain process will be; all take what it chooses."""
     answer: list[Any] = [None]
     if runtime.is_main:
@@ -115,7 +112,7 @@ def _agree_on_model(
             memory = available_memory()
             ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", runtime.world_size))
         try:
-            answer[0] = model_that_fits(config, model, layout, ranks_here, memory, may_shrink)
+            answer[0] = model_that_fits(model, layout, ranks_here, memory, may_shrink)
         except UserError as error:
             answer[0] = str(error)
     dist.broadcast_object_list(answer)

@@ -13,13 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.func import functional_call
 
-from data.loader import Batches
+from data.loader import Feed
 from models.config import ModelConfig
 from models.transformer import Transformer
-from optim.schedules import lr_factor
 from trainer.certify.findings import SMALL
 from trainer.config import TrainingConfig
 from trainer.initialize import normal
+from trainer.loop import learning_rate
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
@@ -38,7 +38,7 @@ class Reference:
     parameter. After it the weights are those of the run that was compared.
     """
 
-    def __init__(self, config: TrainingConfig, model_config: ModelConfig, batches: Batches, device: torch.device):
+    def __init__(self, config: TrainingConfig, model_config: ModelConfig, batches: Feed, device: torch.device):
         self._config, self._batches, self._device = config, batches, device
         with torch.device("meta"):
             model = Transformer(model_config)
@@ -79,7 +79,8 @@ class Reference:
         """
         batch = self._batches.train(step - 1, 0, 1)
         n_valid = max(1, int(batch.mask.sum()))
-        dtype, size = _DTYPES[self._config.train.precision], self._config.train.micro_batch_size
+        dtype = _DTYPES[self._config.train.precision]
+        size = self._config.stage_at(step).config.train.micro_batch_size
         for weight in self.weights.values():
             weight.grad = torch.zeros_like(weight)
         loss_sum = 0.0
@@ -89,7 +90,10 @@ class Reference:
                 for array in (batch.tokens, batch.targets, batch.mask)
             )
             rounded = {name: weight.to(dtype) for name, weight in self.weights.items()}
-            logits_BTV = functional_call(self._model, rounded, (tokens,))
+            apart = {}  # the documents of each row, where they are kept apart
+            if batch.documents is not None:
+                apart["documents_BT"] = torch.from_numpy(batch.documents[start : start + size]).to(self._device)
+            logits_BTV = functional_call(self._model, rounded, (tokens,), apart)
             loss = F.cross_entropy(logits_BTV[mask], targets[mask], reduction="sum")
             (loss / n_valid * self._loss_scale).backward()
             loss_sum += float(loss.detach().double())
@@ -127,7 +131,7 @@ class Reference:
             for weight in self.weights.values():
                 assert weight.grad is not None
                 weight.grad *= 1.0 if clip is None else min(1.0, clip / norm) if norm else 1.0
-            lr = self._config.optim.lr * lr_factor(self._config.schedule, step, self._config.train.steps)
+            lr = learning_rate(step, self._config)
             for group in self._optimizer.param_groups:
                 group["lr"] = lr * group["lr_scale"]
             self._optimizer.step()

@@ -7,13 +7,12 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from data.loader import Batches
-from data.prepare import prepare
 from trainer.build import build_engine
 from trainer.certify.copies import digest
 from trainer.config import TrainingConfig
 from trainer.layout import plan_layout
 from trainer.loop import step_at
+from trainer.rundata import batches_of, open_run_data
 from trainer.runtime import Runtime
 
 
@@ -48,9 +47,9 @@ def _run(
     config: TrainingConfig, runtime: Runtime, steps: int, say: Callable[[str], None], name: str
 ) -> list[dict[str, str]]:
     """Digests of all that a run consists of on this rank, at its start and after each step."""
-    layout, data = plan_layout(config, runtime.world_size), prepare(config.data)
+    layout, data = plan_layout(config, runtime.world_size), open_run_data(config)
     engine = build_engine(config, config.model.with_vocab_size(data.vocab_size), layout, runtime)
-    batches = Batches(data, config.data, config.run.seed, config.train.global_batch_size)
+    batches = batches_of(config, data)
     digests = [{key: digest(tensor) for key, tensor in engine.state_dict().items()}]
     digests[0] |= {"loss": "", "grad_norm": ""}
     for step in range(1, steps + 1):
