@@ -171,8 +171,8 @@ def ids_of(name: str, folder: Path, told: dict[str, Any]) -> np.ndarray:
     return np.concatenate(parts)
 
 
-def compare(kind: str, folder: Path, tokenizer: Path, workers: int, rounds: int, size: int) -> None:
-    """Time all on one tokenizer, and print."""
+def compare(kind: str, folder: Path, tokenizer: Path, workers: int, rounds: int, size: int) -> dict[str, Any]:
+    """Time all on one tokenizer, and print; the median seconds, and how many times as fast gramian is."""
     names = ["gramian", "datasets"]
     if kind == "huggingface" and importlib.util.find_spec("datatrove"):
         names.append("datatrove")
@@ -198,12 +198,16 @@ def compare(kind: str, folder: Path, tokenizer: Path, workers: int, rounds: int,
             assert np.array_equal(ids, written["gramian"]), f"{name} wrote other ids"
             n_tokens = len(ids)
     print(f"\n{kind}: {n_tokens:,} tokens, the same ids from all; {workers} processes")
+    figures: dict[str, Any] = {}
     for name, values in seconds.items():
         took = statistics.median(values)
         ratio = statistics.median(theirs / ours for ours, theirs in zip(seconds["gramian"], values, strict=True))
         note = "" if name == "gramian" else f"   gramian is {ratio:.2f}x as fast"
+        figures[name] = {"seconds": round(took, 2), "megabytes_per_second": round(size / took / 1e6, 2)}
+        figures[name] |= {} if name == "gramian" else {"gramian_is_faster_by": round(ratio, 3)}
         print(f"  {name:<10}{took:>8.1f} s {n_tokens / took:>12,.0f} tokens/s {size / took / 1e6:>7.2f} MB/s{note}")
     print(f"  medians of {rounds} alternating runs")
+    return figures
 
 
 def loader_rate(folder: Path, steps: int, config: DataConfig, rows: int) -> float:
@@ -218,15 +222,18 @@ def loader_rate(folder: Path, steps: int, config: DataConfig, rows: int) -> floa
     return steps * rows * config.seq_len / (time.perf_counter() - begin)
 
 
-def compare_loader(folder: Path, rounds: int) -> None:
-    """The loader against the training of the quickstart, batches as there."""
+def compare_loader(folder: Path, rounds: int) -> dict[str, Any]:
+    """The loader against the training of the quickstart, batches as there: how many times its rate, by packing."""
     figures = json.loads((ROOT / "docs" / "evidence" / "quickstart.json").read_text())["figures"]
     consumed = figures["median_tokens_per_second"]
     print(f"\nloader, 16 rows of 256 tokens; the quickstart's model takes {consumed:,.0f} tokens/s")
+    times: dict[str, Any] = {}
     for packing in ("concat", "pad"):
         config = DataConfig(path=str(folder / "gramian"), packing=packing)  # type: ignore[arg-type]
         rate = statistics.median(loader_rate(folder / "gramian", 500, config, 16) for _ in range(rounds))
         print(f"  {packing:<10}{rate:>14,.0f} tokens/s = {rate / consumed:,.0f} times that")
+        times[packing] = round(rate / consumed)
+    return times
 
 
 def main() -> None:
@@ -237,6 +244,7 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, default=16_384)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--only", choices=["sentencepiece", "huggingface", "loader"])
+    parser.add_argument("--json", help="file for the figures")
     parser.add_argument("--peer", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.peer:
@@ -249,13 +257,16 @@ def main() -> None:
         size, texts = write_corpus(folder, round(arguments.megabytes * 1e6), arguments.workers)
         print(f"{size:,} bytes of text in one JSONL file; vocabulary of {arguments.vocab:,}")
         tokenizers = train_tokenizers(folder, texts, arguments.vocab)
+        figures: dict[str, Any] = {"bytes": size, "rounds": arguments.rounds, "processes": arguments.workers}
         for kind, tokenizer in tokenizers.items():
             if arguments.only in (None, kind):
-                compare(kind, folder, tokenizer, arguments.workers, arguments.rounds, size)
+                figures[kind] = compare(kind, folder, tokenizer, arguments.workers, arguments.rounds, size)
         if arguments.only in (None, "loader"):
             if not (folder / "gramian").exists():
                 run_gramian(folder, tokenizers["sentencepiece"], arguments.workers)
-            compare_loader(folder, arguments.rounds)
+            figures["loader"] = compare_loader(folder, arguments.rounds)
+    if arguments.json:
+        Path(arguments.json).write_text(json.dumps(figures), encoding="utf-8")
 
 
 if __name__ == "__main__":
