@@ -12,6 +12,7 @@ from data.config import DataConfig, TokenizerConfig
 from data.prepare import PreparedData, prepare
 from data.shards import TokenFile, TokenWriter
 from data.tokenizer import Tokenizer
+from tests.data.jobs import job, run
 
 
 @pytest.fixture(scope="session")
@@ -49,6 +50,14 @@ def token_file(tmp_path: Path) -> Callable[..., TokenFile]:
         return TokenFile(tmp_path / "tokens")
 
     return make
+
+
+@pytest.fixture(scope="session")
+def unbroken(paragraphs: Path, tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The paragraphs in many small shards, tokenized in one go by one process."""
+    folder = tmp_path_factory.mktemp("unbroken") / "tokens"
+    run(folder, job([paragraphs], tokenizer))
+    return folder
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from common.files import hash_file
+from data.manifest import MANIFEST
 from data.progress import Progress
 from data.readers import Source
 from data.shards import dtype_for
@@ -41,6 +42,11 @@ def run(folder: Path, job: Job, workers: int = 1) -> Done:
 def content(folder: Path) -> dict[str, str]:
     """Hash of every file of a folder, by its name."""
     return {path.name: hash_file(path) for path in folder.iterdir() if path.name != ".lock"}
+
+
+def shards(folder: Path) -> dict[str, str]:
+    """The same without the manifest, which names the input."""
+    return {name: hashed for name, hashed in content(folder).items() if name != MANIFEST}
 
 
 def texts(paragraphs: Path) -> list[str]:
