@@ -57,14 +57,6 @@ class Batch:
         documents = np.zeros((n, seq_len), dtype=np.int32) if document_mask else None
         return cls(eos, eos.copy(), np.zeros((n, seq_len), dtype=bool), documents)
 
-    def followed_by(self, other: Batch) -> Batch:
-        """The rows of both, those of `other` last. Both or none have `documents`."""
-        pairs = ((self.tokens, other.tokens), (self.targets, other.targets), (self.mask, other.mask))
-        tokens, targets, mask = (np.concatenate(pair) for pair in pairs)
-        if self.documents is None or other.documents is None:
-            return Batch(tokens, targets, mask)
-        return Batch(tokens, targets, mask, np.concatenate([self.documents, other.documents]))
-
 
 @dataclass(frozen=True)
 class Fill:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
 import sys
 import tempfile
@@ -13,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from common.errors import EXIT_BAD_INPUT, CheckFailed, UserError
-from common.files import atomic_write
+from common.errors import EXIT_BAD_INPUT, CheckFailed
 from common.logs import setup_logging
 from common.ranks import is_worker, read_place
 from launch.certify_tables import print_tables
-from launch.train import default_processes
+from launch.reports import check_writable, report_console, write_json
+from launch.train import default_processes, refuse_nproc
 from trainer.certify.findings import Finding, as_json
 from trainer.config import TrainingConfig, load_config
 from trainer.layout import plan_layout
@@ -52,8 +50,8 @@ def run_certify(request: Request, nproc: int | None) -> None:
     Raises:
         CheckFailed: something differs by more than it may; on rank 0.
     """
-    if is_worker() and nproc is not None:
-        raise UserError("--nproc is for starting processes, but RANK or WORLD_SIZE says that this is one; drop it")
+    if is_worker():
+        refuse_nproc(nproc)
     config = load_config(request.config_path, request.overrides)
     if is_worker():
         plan_layout(config, read_place().world_size)
@@ -61,7 +59,7 @@ def run_certify(request: Request, nproc: int | None) -> None:
         return
     nproc = nproc or default_processes()
     plan_layout(config, nproc)
-    _check_writable(request.json_file)
+    check_writable("--json", request.json_file)
 
     from trainer.rundata import open_run_data
 
@@ -92,9 +90,7 @@ def _work(request: Request, config: TrainingConfig) -> None:
 
     setup_logging(quiet=request.json_file == "-")
     steps = min(request.steps, config.train.steps)
-    console = Console(highlight=False, soft_wrap=True, stderr=request.json_file == "-")
-    if not console.is_terminal:
-        console.width = 110
+    console = report_console(stderr=request.json_file == "-")
     with start_runtime(config.train.deterministic) as runtime, user_errors():
 
         def say(text: str) -> None:
@@ -109,13 +105,13 @@ def _work(request: Request, config: TrainingConfig) -> None:
         return
     about = {"config": config.tree(), "world_size": runtime.world_size, "steps": steps}
     if request.repeat:
-        _write_json(request.json_file, about | _repeat_record(repeated))
+        write_json(request.json_file, about | _repeat_record(repeated))
         _tell_repeat(repeated, console)
         return
     rows = findings.worst_first()
     failures = findings.failures()
     record = {"model": model.model_dump(mode="json"), "passed": not failures, "rows": [_row(r) for r in rows]}
-    _write_json(request.json_file, about | record)
+    write_json(request.json_file, about | record)
     print_tables(console, rows)
     if failures:
         worst = failures[0]
@@ -164,24 +160,3 @@ def _row(finding: Finding) -> dict[str, Any]:
         "step": finding.step,
         "passed": finding.passed,
     }
-
-
-def _write_json(file: str | None, record: dict[str, Any]) -> None:
-    if file is None:
-        return
-    text = json.dumps(record, indent=1) + "\n"
-    if file == "-":
-        print(text, end="")
-    else:
-        atomic_write(Path(file), text)
-
-
-def _check_writable(file: str | None) -> None:
-    """Refuse a report that could not be written, before the work and not after it."""
-    if file is None or file == "-":
-        return
-    path = Path(file)
-    if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-        raise UserError(
-            f"--json {file}: cannot be written; give a file in a folder that is there, or - for the terminal"
-        )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
+from launch.reports import align_right
 from trainer.certify.findings import Finding
 
 _SHOWN = 15  # parameters; --json has all
@@ -24,7 +25,8 @@ def print_tables(console: Console, rows: list[Finding]) -> None:
         verdict = "" if row.passed else "FAILED"
         cells = row.parameter, f"{row.difference:.1e}", str(row.step), f"{row.allowed:.0e}" if row.allowed else "0"
         quantities.add_row(row.quantity, *cells, verdict)
-    _columns(quantities, 2, 3, 4)
+    _fold(quantities)
+    align_right(quantities, 2, 3, 4)
     console.print(quantities)
 
     columns = ("initial weight", "gradient", "update")
@@ -37,7 +39,8 @@ def print_tables(console: Console, rows: list[Finding]) -> None:
         table.add_row(name, *(_cell(found.get(column)) for column in columns))
     if len(parameters) > _SHOWN:
         table.add_row(f"and {len(parameters) - _SHOWN} more, none of them worse")
-    _columns(table, 1, 2, 3)
+    _fold(table)
+    align_right(table, 1, 2, 3)
     console.print(table)
 
 
@@ -47,9 +50,7 @@ def _cell(finding: Finding | None) -> str:
     return f"{finding.difference:.1e}{'' if finding.passed else ' FAILED'}"
 
 
-def _columns(table: Table, *columns: int) -> None:
-    """Numbers to the right, and names whole."""
-    for place, column in enumerate(table.columns):
+def _fold(table: Table) -> None:
+    """Show long names whole, over several lines."""
+    for column in table.columns:
         column.overflow = "fold"
-        if place in columns:
-            column.justify = "right"

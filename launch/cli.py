@@ -25,21 +25,38 @@ app.add_typer(tokenizer_app, name="tokenizer")
 data_app = typer.Typer(no_args_is_help=True, help="Look at dataset folders.")
 app.add_typer(data_app, name="data")
 
-
-@app.callback()
-def _commands() -> None:
-    """Keep `train` a word of its own however many commands there are."""
+# Arguments and options that several commands have.
+ConfigFile = Annotated[str, typer.Argument(metavar="CONFIG", help="YAML config, for example configs/quickstart.yaml.")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[key.path=value]...", help="Values laid over the config.")
+]
+Processes = Annotated[
+    int | None, typer.Option(min=1, help="Processes on this machine. Default: one per GPU, or one on the CPU.")
+]
+Inputs = Annotated[
+    list[str],
+    typer.Option(
+        "--input",
+        metavar="PATH",
+        help="Texts: .txt, .jsonl (.gz, .zst), .parquet or .arrow files, folders or globs of these, "
+        "hf:NAME[:CONFIG][:SPLIT], or python-stdlib. May be given several times.",
+    ),
+]
+MoreInputs = Annotated[
+    list[str] | None, typer.Argument(metavar="PATH", help="More of --input: what a shell makes of a *.")
+]
+TextField = Annotated[str, typer.Option(help="Key or column that holds the text.")]
+DatasetFolder = Annotated[Path, typer.Argument(metavar="DIR", help="Dataset folder.")]
+JsonFile = Annotated[
+    str | None, typer.Option("--json", metavar="FILE", help="Write all that was found there; -: to the terminal.")
+]
 
 
 @app.command()
 def train(
-    config: Annotated[str, typer.Argument(metavar="CONFIG", help="YAML config, for example configs/quickstart.yaml.")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[key.path=value]...", help="Values laid over the config.")
-    ] = None,
-    nproc: Annotated[
-        int | None, typer.Option(min=1, help="Processes on this machine. Default: one per GPU, or one on the CPU.")
-    ] = None,
+    config: ConfigFile,
+    overrides: Overrides = None,
+    nproc: Processes = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the config and the plan, and stop.")] = False,
 ) -> None:
     """Train a model. Under torchrun (RANK and WORLD_SIZE set) this is one worker."""
@@ -51,13 +68,9 @@ def train(
 
 @app.command()
 def certify(
-    config: Annotated[str, typer.Argument(metavar="CONFIG", help="YAML config, for example configs/quickstart.yaml.")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[key.path=value]...", help="Values laid over the config.")
-    ] = None,
-    nproc: Annotated[
-        int | None, typer.Option(min=1, help="Processes on this machine. Default: one per GPU, or one on the CPU.")
-    ] = None,
+    config: ConfigFile,
+    overrides: Overrides = None,
+    nproc: Processes = None,
     steps: Annotated[int, typer.Option(min=1, help="Training steps to compare, the first of the config.")] = 5,
     repeat: Annotated[
         bool, typer.Option("--repeat", help="Compare two runs of the layout to the bit instead.")
@@ -65,9 +78,7 @@ def certify(
     no_shrink: Annotated[
         bool, typer.Option("--no-shrink", help="Refuse a model that one process cannot hold, rather than shrink it.")
     ] = False,
-    json_file: Annotated[
-        str | None, typer.Option("--json", metavar="FILE", help="Write all that was found there; -: to the terminal.")
-    ] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Prove a config: its layout against one plain process, number by number. Exit code 1: it is not the same."""
     with user_errors():
@@ -120,22 +131,12 @@ def _tokenizer_commands() -> None:
 
 @tokenizer_app.command("train")
 def train_tokenizer(
-    inputs: Annotated[
-        list[str],
-        typer.Option(
-            "--input",
-            metavar="PATH",
-            help="Texts: .txt, .jsonl (.gz, .zst), .parquet or .arrow files, folders or globs of these, "
-            "hf:NAME[:CONFIG][:SPLIT], or python-stdlib. May be given several times.",
-        ),
-    ],
+    inputs: Inputs,
     vocab_size: Annotated[int, typer.Option(help="Number of token ids, 300 or more.")],
     out: Annotated[Path, typer.Option(help="File to write, for example tokenizer.model.")],
-    more_inputs: Annotated[
-        list[str] | None, typer.Argument(metavar="PATH", help="More of --input: what a shell makes of a *.")
-    ] = None,
+    more_inputs: MoreInputs = None,
     kind: Annotated[str, typer.Option(help="bpe or unigram.")] = "bpe",
-    text_field: Annotated[str, typer.Option(help="Key or column that holds the text.")] = "text",
+    text_field: TextField = "text",
     sample_bytes: Annotated[
         int | None, typer.Option(min=1, help="Bytes of text to train on, spread over all of it. Default: 16,000,000.")
     ] = None,
@@ -153,27 +154,17 @@ def train_tokenizer(
 
 @app.command()
 def tokenize(
-    inputs: Annotated[
-        list[str],
-        typer.Option(
-            "--input",
-            metavar="PATH",
-            help="Texts: .txt, .jsonl (.gz, .zst), .parquet or .arrow files, folders or globs of these, "
-            "hf:NAME[:CONFIG][:SPLIT], or python-stdlib. May be given several times.",
-        ),
-    ],
+    inputs: Inputs,
     tokenizer: Annotated[
         Path, typer.Option(metavar="FILE", help="SentencePiece .model, tokenizer.json, or the word bytes.")
     ],
     out: Annotated[Path, typer.Option(metavar="DIR", help="Dataset folder to make, or to go on with.")],
-    more_inputs: Annotated[
-        list[str] | None, typer.Argument(metavar="PATH", help="More of --input: what a shell makes of a *.")
-    ] = None,
+    more_inputs: MoreInputs = None,
     eos: Annotated[
         str | None, typer.Option(metavar="NAME", help="Token that ends a document, where the file does not tell.")
     ] = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Processes. Default: one for each core.")] = None,
-    text_field: Annotated[str, typer.Option(help="Key or column that holds the text.")] = "text",
+    text_field: TextField = "text",
     eval_fraction: Annotated[
         float, typer.Option(min=0.0, max=1.0, help="Share of documents held out, chosen by a hash of their content.")
     ] = 0.02,
@@ -217,12 +208,10 @@ def tokenize(
 
 @data_app.command("inspect")
 def inspect_data(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Dataset folder.")],
+    folder: DatasetFolder,
     samples: Annotated[int, typer.Option(min=0, help="Documents of each split to show.")] = 3,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the lengths of documents there.")] = None,
-    json_file: Annotated[
-        str | None, typer.Option("--json", metavar="FILE", help="Write all that was found there; -: to the terminal.")
-    ] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Show counts, lengths of documents and samples."""
     with user_errors():
@@ -233,11 +222,9 @@ def inspect_data(
 
 @data_app.command("verify")
 def verify_data(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Dataset folder.")],
+    folder: DatasetFolder,
     workers: Annotated[int | None, typer.Option(min=1, help="Threads. Default: one for each core.")] = None,
-    json_file: Annotated[
-        str | None, typer.Option("--json", metavar="FILE", help="Write all that was found there; -: to the terminal.")
-    ] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Compare every byte with the checksums of the manifest. Exit code 1: something is not as it was written."""
     with user_errors():

@@ -18,7 +18,7 @@ from data.dataset import Dataset
 from data.manifest import SPLITS
 from data.statistics import samples, summary
 from data.verify import verify
-from launch.reports import check_writable, write_json
+from launch.reports import align_right, check_writable, report_console, write_json
 
 _SAMPLE_TOKENS = 64
 _SAMPLE_CHARS = 160
@@ -55,9 +55,7 @@ def run_inspect(folder: Path, n_samples: int, plot: Path | None, json_file: str 
 
 
 def _print(about: dict[str, Any], splits: dict[str, Any], shown: dict[str, Any]) -> None:
-    console = Console(highlight=False, soft_wrap=True)
-    if not console.is_terminal:
-        console.width = 110
+    console = report_console()
 
     def say(text: str) -> None:
         console.print(text, markup=False)
@@ -95,8 +93,7 @@ def _print(about: dict[str, Any], splits: dict[str, Any], shown: dict[str, Any])
 
 def _table(*headings: str) -> Table:
     table = Table(*headings)
-    for column in table.columns[1:]:
-        column.justify = "right"
+    align_right(table, *range(1, len(headings)))
     return table
 
 

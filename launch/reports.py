@@ -1,4 +1,4 @@
-"""What commands tell programs: a JSON file, or standard output."""
+"""What commands tell: programs a JSON file, people tables on a console."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import json
 import os
 from pathlib import Path
 from typing import Any
+
+from rich.console import Console
+from rich.table import Table
 
 from common.errors import UserError
 from common.files import atomic_write
@@ -31,3 +34,17 @@ def write_json(file: str | None, record: dict[str, Any]) -> None:
         print(text, end="", flush=True)
     else:
         atomic_write(Path(file), text)
+
+
+def report_console(stderr: bool = False) -> Console:
+    """A console for tables, which keep their columns in a file or a pipe too."""
+    console = Console(highlight=False, soft_wrap=True, stderr=stderr)
+    if not console.is_terminal:
+        console.width = 110
+    return console
+
+
+def align_right(table: Table, *columns: int) -> None:
+    """Set numbers to the right, in the columns of these places."""
+    for place in columns:
+        table.columns[place].justify = "right"

@@ -18,8 +18,7 @@ from trainer.rundir import run_directory
 def run_train(config_path: str, overrides: list[str], nproc: int | None, dry_run: bool) -> None:
     """Train `config_path` on `nproc` processes of this machine; inside torchrun, be one of its workers."""
     if is_worker() and not dry_run:
-        if nproc is not None:
-            raise UserError("--nproc is for starting processes, but RANK or WORLD_SIZE says that this is one; drop it")
+        refuse_nproc(nproc)
         worker.run(config_path, overrides)
         return
     config = load_config(config_path, overrides)
@@ -53,6 +52,12 @@ def run_train(config_path: str, overrides: list[str], nproc: int | None, dry_run
     logs = next_numbered(run.path / "logs")
     logs.mkdir(parents=True)
     start_workers(["-m", "launch.worker", config_path, *overrides], nproc, logs)
+
+
+def refuse_nproc(nproc: int | None) -> None:
+    """Raise a `UserError` if a worker is told how many processes to start."""
+    if nproc is not None:
+        raise UserError("--nproc is for starting processes, but RANK or WORLD_SIZE says that this is one; drop it")
 
 
 def default_processes() -> int:

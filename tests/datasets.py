@@ -6,7 +6,10 @@ import json
 import random
 from pathlib import Path
 
+import numpy as np
+
 from data.dataset import Dataset
+from data.packing import Batch
 from data.progress import Progress
 from data.readers import Source
 from data.shards import dtype_for
@@ -29,6 +32,15 @@ def make_dataset(
     job = Job(Source([corpus]), tokenizer, Split.at(held_out), dtype_for(tokenizer.vocab_size), shard_tokens, {})
     tokenize(folder, job, 1, Progress("none", 0))
     return Dataset.open(folder)
+
+
+def followed_by(batch: Batch, other: Batch) -> Batch:
+    """The rows of both, those of `other` last. Both or none have `documents`."""
+    pairs = ((batch.tokens, other.tokens), (batch.targets, other.targets), (batch.mask, other.mask))
+    tokens, targets, mask = (np.concatenate(pair) for pair in pairs)
+    if batch.documents is None or other.documents is None:
+        return Batch(tokens, targets, mask)
+    return Batch(tokens, targets, mask, np.concatenate([batch.documents, other.documents]))
 
 
 def random_texts(seed: int, n: int, letters: str = "abcdefghijklmnopqrstuvwxyz ", longest: int = 120) -> list[str]:

@@ -18,16 +18,13 @@ from data.manifest import FORMAT, MANIFEST, read_manifest, write_manifest
 from data.prepare import PreparedData
 from data.shards import TokenFile, TokenWriter
 from data.tokenizer import Tokenizer
-from tests.data.jobs import job, run
 
 DOCUMENTS = [[5, 6, 7, 1], [8, 1], [1], [65_535, 0, 1], [2, 1], [3, 4, 1]]
 
 
 @pytest.fixture(scope="module")
-def folder(paragraphs: Path, tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("dataset") / "tokens"
-    run(folder, job([paragraphs], tokenizer))
-    return folder
+def folder(unbroken: Path) -> Path:
+    return unbroken
 
 
 @pytest.fixture

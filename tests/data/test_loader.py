@@ -9,6 +9,7 @@ from data.loader import Batches
 from data.order import sample_ids
 from data.packing import Batch, Rows
 from data.prepare import PreparedData
+from tests.datasets import followed_by
 
 
 def batches(prepared: PreparedData, config: DataConfig, size: int = 8, seed: int = 3, **changes: object) -> Batches:
@@ -18,7 +19,7 @@ def batches(prepared: PreparedData, config: DataConfig, size: int = 8, seed: int
 def joined(parts: list[Batch]) -> Batch:
     whole = parts[0]
     for part in parts[1:]:
-        whole = whole.followed_by(part)
+        whole = followed_by(whole, part)
     return whole
 
 

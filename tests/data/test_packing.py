@@ -9,6 +9,7 @@ from common.errors import UserError
 from data.config import PackingName
 from data.packing import Batch, Rows
 from data.shards import TokenFile
+from tests.datasets import followed_by
 
 EOS = 1
 PACKINGS: tuple[PackingName, ...] = ("concat", "pad", "best_fit")
@@ -73,7 +74,7 @@ def test_rows_outside_are_refused(token_file: Maker, packing: PackingName, row: 
 
 def test_padding_is_masked(token_file: Maker) -> None:
     rows = Rows(token_file([2, 3, 4, 5, EOS]), 2, "concat", EOS)
-    batch = rows.take(np.array([0])).followed_by(Batch.padding(2, 2, EOS))
+    batch = followed_by(rows.take(np.array([0])), Batch.padding(2, 2, EOS))
     assert batch.tokens.tolist() == [[2, 3], [EOS, EOS], [EOS, EOS]]
     assert batch.mask.sum(axis=1).tolist() == [2, 0, 0]
 
@@ -177,5 +178,5 @@ def test_fill_counts_what_rows_show(token_file: Maker, packing: PackingName) -> 
 def test_padding_rows_have_documents_where_others_have() -> None:
     batch = Batch.padding(2, 3, EOS, document_mask=True)
     assert batch.documents is not None
-    assert batch.followed_by(batch).documents is not None
+    assert followed_by(batch, batch).documents is not None
     assert Batch.padding(2, 3, EOS).documents is None

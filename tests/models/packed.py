@@ -52,7 +52,9 @@ def flash(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: in
     return torch.cat(out)
 
 
-def loss_and_grads(model: Transformer, tokens_BT: Tensor, mask_BT: Tensor, documents_BT: Tensor | None) -> Result:
+def loss_and_grads(
+    model: Transformer, tokens_BT: Tensor, mask_BT: Tensor | None = None, documents_BT: Tensor | None = None
+) -> Result:
     model.zero_grad()
     loss = model(tokens_BT, tokens_BT.roll(-1, dims=1), mask_BT, documents_BT=documents_BT)
     loss.backward()

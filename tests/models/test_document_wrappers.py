@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -101,13 +100,6 @@ def test_a_model_can_be_compiled_as_a_whole(build: Build, packed_BT: Tensor) -> 
             expected = model(packed_BT, documents_BT=documents_BT)
             ours = whole(packed_BT, documents_BT=documents_BT)
             torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
-
-
-@pytest.fixture
-def one_process_group(tmp_path: Path) -> Iterator[None]:
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
 
 
 @pytest.mark.usefixtures("one_process_group")

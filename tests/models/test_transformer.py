@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from models.config import ModelConfig
 from models.loss import summed_cross_entropy
 from models.transformer import Transformer
+from tests.models.packed import Result, loss_and_grads
 
 Build = Callable[..., Transformer]
 KINDS: list[dict[str, Any]] = [
@@ -27,14 +27,7 @@ KINDS: list[dict[str, Any]] = [
 ]
 
 
-def _loss_and_grads(model: Transformer, tokens_BT: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    model.zero_grad()
-    loss = model(tokens_BT, tokens_BT.roll(-1, dims=1))
-    loss.backward()
-    return loss.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-
-
-def _assert_same(a: tuple[Tensor, dict[str, Tensor]], b: tuple[Tensor, dict[str, Tensor]], tolerance: float) -> None:
+def _assert_same(a: Result, b: Result, tolerance: float) -> None:
     torch.testing.assert_close(a[0], b[0], rtol=tolerance, atol=0)
     assert a[1].keys() == b[1].keys()
     for name in a[1]:
@@ -105,7 +98,7 @@ def test_bf16_parameters_give_fp32_logits_and_loss(build: Build, tokens_BT: Tens
     exact = model(tokens_BT[:1, :4])
     model.bfloat16()
     logits = model(tokens_BT[:1, :4])
-    loss, grads = _loss_and_grads(model, tokens_BT[:1, :4])
+    loss, grads = loss_and_grads(model, tokens_BT[:1, :4])
     assert logits.dtype == loss.dtype == torch.float32
     assert (logits - exact).norm() < 0.05 * exact.norm()
     assert all(g.dtype == torch.bfloat16 and g.isfinite().all() for g in grads.values())
@@ -121,38 +114,31 @@ def test_a_float64_model_stays_in_float64(build: Build, tokens_BT: Tensor) -> No
 @pytest.mark.parametrize("keys", KINDS)
 def test_checkpointed_blocks_give_the_same_gradients(build: Build, tokens_BT: Tensor, keys: dict[str, Any]) -> None:
     model = build(**keys)
-    plain = _loss_and_grads(model, tokens_BT)
+    plain = loss_and_grads(model, tokens_BT)
     for block in model.blocks:
         inner = block.forward
         block.forward = lambda *args, inner=inner: checkpoint(inner, *args, use_reentrant=False)
-    _assert_same(plain, _loss_and_grads(model, tokens_BT), 1e-7)
+    _assert_same(plain, loss_and_grads(model, tokens_BT), 1e-7)
 
 
 def test_compiled_blocks_equal_eager_and_compile_once(build: Build, tokens_BT: Tensor) -> None:
     torch._dynamo.reset()
     model = build(n_kv_heads=2)
-    plain = _loss_and_grads(model, tokens_BT)
+    plain = loss_and_grads(model, tokens_BT)
     with torch._dynamo.config.patch(error_on_recompile=True):
         for block in model.blocks:
             block.forward = torch.compile(block.forward, fullgraph=True)
-        _assert_same(plain, _loss_and_grads(model, tokens_BT), 1e-5)
+        _assert_same(plain, loss_and_grads(model, tokens_BT), 1e-5)
 
 
 @pytest.mark.parametrize("keys", KINDS)
 def test_every_kind_of_block_is_one_graph(build: Build, tokens_BT: Tensor, keys: dict[str, Any]) -> None:
     torch._dynamo.reset()
     model = build(**keys)
-    plain = _loss_and_grads(model, tokens_BT)
+    plain = loss_and_grads(model, tokens_BT)
     for block in model.blocks:
         block.forward = torch.compile(block.forward, fullgraph=True, backend="aot_eager")
-    _assert_same(plain, _loss_and_grads(model, tokens_BT), 1e-5)
-
-
-@pytest.fixture
-def one_process_group(tmp_path: Path) -> Iterator[None]:
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
+    _assert_same(plain, loss_and_grads(model, tokens_BT), 1e-5)
 
 
 @pytest.mark.usefixtures("one_process_group")
@@ -165,13 +151,13 @@ def test_fully_sharded_blocks_give_the_same_gradients(
     from torch.distributed.fsdp import fully_shard
 
     model = build(**keys)
-    plain = _loss_and_grads(model, tokens_BT)
+    plain = loss_and_grads(model, tokens_BT)
     monkeypatch.setattr("models.transformer.summed_cross_entropy", partial(summed_cross_entropy, max_logits=10 * 61))
     mesh = init_device_mesh("cpu", (1,))
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    loss, grads = _loss_and_grads(model, tokens_BT)
+    loss, grads = loss_and_grads(model, tokens_BT)
     _assert_same(plain, (loss, {n: g.full_tensor() for n, g in grads.items()}), 1e-6)
 
 

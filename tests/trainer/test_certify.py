@@ -242,14 +242,14 @@ def test_two_runs_are_equal_to_the_bit(gang: Gang, corpus: Path) -> None:
         assert result.difference == (2, 1, ["model.embedding.weight"])
 
 
-def trace(overrides: list[str], recorded: bool) -> list[str]:
+def trace(overrides: list[str], looked: bool) -> list[str]:
     """In a rank: the operators of a training step in their order, with the types and shapes of their tensors."""
     import torch
     from torch.utils._pytree import tree_flatten
 
     from tests.runs import started
     from tests.watch import Watch
-    from trainer.certify.recorder import Recorder
+    from trainer.certify.looking import looked_at
 
     class Sequence(Watch):
         def __init__(self) -> None:
@@ -261,9 +261,7 @@ def trace(overrides: list[str], recorded: bool) -> list[str]:
             self.sequence.append(f"{function} {[(str(t.dtype), tuple(t.shape)) for t in tensors]}")
             return super().__torch_dispatch__(function, types, args, kwargs)
 
-    with started(overrides) as here:
-        engine = Recorder(here.engine, lambda _: None) if recorded else here.engine
-        here = here._replace(engine=engine)
+    with started(overrides) as here, looked_at(here.engine, lambda: None) if looked else nullcontext():
         here.step(here.batch(0))
         with Sequence() as watch:
             here.step(here.batch(1))
@@ -271,7 +269,7 @@ def trace(overrides: list[str], recorded: bool) -> list[str]:
 
 
 def test_training_pays_nothing_for_being_certifiable(corpus: Path, cache: Path) -> None:
-    """The same operators in the same order whether or not the process has certified, and under the recorder itself:
+    """The same operators in the same order whether or not the process has certified, and under the look itself:
     what is looked at is looked at from outside. And nothing that trains imports it."""
     arguments = [f"data.corpus={corpus}"]
     fresh = Gang()

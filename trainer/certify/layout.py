@@ -17,7 +17,7 @@ from trainer.build import build_engine
 from trainer.certify.copies import copies_that_differ
 from trainer.certify.findings import Findings, relative
 from trainer.certify.fit import model_that_fits
-from trainer.certify.recorder import Recorder, weights, whole
+from trainer.certify.looking import looked_at, weights, whole
 from trainer.certify.reference import Reference
 from trainer.compiled import compiled_graphs
 from trainer.config import TrainingConfig
@@ -57,20 +57,27 @@ def certify_layout(
         engine = build_engine(config, model, layout, runtime)
     findings = Findings(config.train.precision, config.train.compile)
     reference = Reference(config, model, batches, runtime.device) if runtime.is_main else None
-    for name, weight in weights(engine).items():
-        theirs = whole(weight)
-        if reference is not None:
-            findings.add("initial weight", name, 0, reference.difference_of_weight(name, theirs))
-    if runtime.world_size > 1:
-        findings.add("copies that differ", "", 0, copies_that_differ(weights(engine)))
+
+    def compare_weights(quantity: str, step: int) -> None:
+        """With the plain ones, which take them over; and copies with one another."""
+        live = weights(engine)
+        for name, weight in live.items():
+            theirs = whole(weight)
+            if reference is not None:
+                findings.add(quantity, name, step, reference.difference_of_weight(name, theirs))
+        if runtime.world_size > 1:
+            findings.add("copies that differ", "", step, copies_that_differ(live))
+
+    compare_weights("initial weight", 0)
 
     graphs = compiled_graphs()
     for step in range(1, steps + 1):
         if reference is not None:
             loss, norm = reference.start_step(step)
-        look = partial(_compare_gradients, reference=reference, findings=findings, step=step)
+        look = partial(_compare_gradients, engine, reference, findings, step)
         try:
-            result = step_at(step, Recorder(engine, look), batches, layout, runtime, config)
+            with looked_at(engine, look):
+                result = step_at(step, engine, batches, layout, runtime, config)
         except FloatingPointError:
             findings.add("loss", "", step, float("nan"))
             break
@@ -80,12 +87,7 @@ def certify_layout(
             updated = reference.update(step)
             if config.train.precision == "fp16":
                 findings.add("skipped update", "", step, float(updated == result.skipped))
-        for name, weight in weights(engine).items():
-            theirs = whole(weight)
-            if reference is not None:
-                findings.add("update", name, step, reference.difference_of_update(name, theirs))
-        if runtime.world_size > 1:
-            findings.add("copies that differ", "", step, copies_that_differ(weights(engine)))
+        compare_weights("update", step)
         if step - config.stage_at(step).first <= 2:  # a stage may have shapes of its own
             graphs = compiled_graphs()
         say(f"step   {step}/{steps}  loss {result.loss:.4f}  grad norm {result.grad_norm:.4f}")

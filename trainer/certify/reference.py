@@ -20,6 +20,7 @@ from trainer.certify.findings import SMALL
 from trainer.config import TrainingConfig
 from trainer.initialize import normal
 from trainer.loop import learning_rate
+from trainer.scaler import INITIAL_SCALE, INTERVAL
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
@@ -34,7 +35,7 @@ _OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
 class Reference:
     """A plain model and its optimizer.
 
-    A step is `start_step`, `difference_of_gradient` for every parameter, `update`, `difference_of_update` for every
+    A step is `start_step`, `difference_of_gradient` for every parameter, `update`, `difference_of_weight` for every
     parameter. After it the weights are those of the run that was compared.
     """
 
@@ -66,7 +67,7 @@ class Reference:
             foreach=False,
             **config.optim.options(),
         )
-        self._loss_scale = config.train.loss_scale_init or 2.0**16 if config.train.precision == "fp16" else 1.0
+        self._loss_scale = config.train.loss_scale_init or INITIAL_SCALE if config.train.precision == "fp16" else 1.0
         self._good_steps = 0
         self._before: dict[str, Tensor] = {}
         self._norm, self._update_norm = 0.0, 0.0
@@ -104,9 +105,13 @@ class Reference:
         return loss_sum / n_valid, self._norm
 
     def difference_of_weight(self, name: str, theirs: Tensor) -> float:
-        """Relative difference of another run's weight from this one's; that is taken over."""
+        """Difference of another run's weight from this one's, relative to the last update; that weight is taken over.
+
+        Before the first update it is relative to the weight itself.
+        """
         weight = self.weights[name].detach()
-        difference = _relative_norm(theirs - weight, weight)
+        size = weight - self._before[name] if self._before else weight
+        difference = _relative_norm(theirs - weight, size, SMALL * self._update_norm)
         weight.copy_(theirs)
         return difference
 
@@ -140,24 +145,17 @@ class Reference:
         self._adapt_loss_scale(finite)
         return finite
 
-    def difference_of_update(self, name: str, theirs: Tensor) -> float:
-        """Relative difference of the other run's update, which led it to the weight `theirs`; that is taken over."""
-        weight, before = self.weights[name].detach(), self._before[name]
-        difference = _relative_norm(theirs - weight, weight - before, SMALL * self._update_norm)
-        weight.copy_(theirs)
-        return difference
-
     def _gradient_norm(self) -> float:
         return math.sqrt(sum(_squares(weight.grad) for weight in self.weights.values() if weight.grad is not None))
 
     def _adapt_loss_scale(self, finite: bool) -> None:
-        """Half after an overflow, double after so many good steps (Micikevicius et al. 2018, 3.2)."""
+        """Half after an overflow, double after so many good steps; see `trainer/scaler.py`."""
         if self._config.train.precision != "fp16":
             return
         self._good_steps = self._good_steps + 1 if finite else 0
         if not finite:
             self._loss_scale = max(1.0, self._loss_scale / 2)
-        elif self._good_steps == (self._config.train.loss_scale_interval or 2000):
+        elif self._good_steps == (self._config.train.loss_scale_interval or INTERVAL):
             self._loss_scale, self._good_steps = self._loss_scale * 2, 0
 
 
