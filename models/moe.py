@@ -1,0 +1,209 @@
+"""Mixture of experts: a router that sends each token to a few of many MLPs (Shazeer et al. 2017).
+
+Shapes: B row, T position, N token of all rows (B T), K choice of a token (top_k), M assignment (N K), D width of the
+residual stream, E expert, F hidden width of an expert.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from models.config import ModelConfig
+from models.grouped import grouped_mm
+from models.layers import MLP, activate, compute_dtype
+
+# Keeps a sum of sigmoids that all vanish from dividing by zero; too small to change any other.
+_TINY = 1e-20
+
+
+class Routing(NamedTuple):
+    """What a router did, returned and never stored, so that a forward that is run twice counts nothing twice."""
+
+    balance: Tensor
+    """Sum over rows of the loss that balances the load; see `balance_loss`. A scalar, fp32 (fp64 in fp64)."""
+    z: Tensor
+    """Sum over rows of the mean over counted tokens of `logsumexp(logits)^2` (Zoph et al. 2022, eq. 5)."""
+    counts: Tensor
+    """(E,) int64: how often counted tokens chose each expert, before any was dropped."""
+    dropped: Tensor
+    """int64 scalar: how many of those choices were dropped."""
+
+    @staticmethod
+    def add_up(layers: list[Routing]) -> Routing:
+        """All layers in one: losses added up, counts `(L, E)` and dropped `(L,)`."""
+        balance, z, counts, dropped = (torch.stack(parts) for parts in zip(*layers, strict=True))
+        return Routing(balance.sum(), z.sum(), counts, dropped)
+
+
+class Experts(nn.Module):
+    """The MLPs of `models.layers`, one per expert, each for its own rows."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        assert config.moe is not None
+        self.config = config
+        e, d, f = config.moe.n_experts, config.d_model, config.d_ff_expert
+
+        def table(wanted: bool, *shape: int) -> nn.Parameter | None:
+            return nn.Parameter(torch.empty(shape)) if wanted else None
+
+        self.w_gate = table(config.gated, e, f, d)
+        self.w_up = nn.Parameter(torch.empty(e, f, d))
+        self.w_down = nn.Parameter(torch.empty(e, d, f))
+        self.gate_bias = table(config.gated and config.mlp_bias, e, f)
+        self.up_bias = table(config.mlp_bias, e, f)
+        self.down_bias = table(config.mlp_bias, e, d)
+
+    def forward(self, x_MD: Tensor, ends_E: Tensor, whole: bool = False) -> Tensor:
+        """Rows sorted by expert, `ends` where each expert's end; zero for rows of none. See `grouped_mm`."""
+        gate_MF = None
+        if self.w_gate is not None:
+            gate_MF = grouped_mm(x_MD, self.w_gate, ends_E, self.gate_bias, whole)
+        up_MF = grouped_mm(x_MD, self.w_up, ends_E, self.up_bias, whole)
+        return grouped_mm(activate(self.config, up_MF, gate_MF), self.w_down, ends_E, self.down_bias, whole)
+
+
+def dispatch(
+    experts: Experts, x_ND: Tensor, chosen_NK: Tensor, weights_NK: Tensor, n_experts: int, whole: bool
+) -> Tensor:
+    """The weighted sum of what the chosen experts make of each token, in the type of the weights.
+
+    This one finds all experts on its own device. `MoE.dispatch` can be another that takes tokens to them.
+
+    Args:
+        chosen_NK: int64 numbers of experts; `n_experts` for a choice that goes nowhere and adds nothing.
+        whole: that no choice is of that kind.
+    """
+    sorted_M, order_M = chosen_NK.flatten().sort(stable=True)
+    ends_E = torch.searchsorted(sorted_M, torch.arange(n_experts, device=x_ND.device), right=True, out_int32=True)
+    places_M = torch.arange(chosen_NK.numel(), device=x_ND.device)
+    back_M = torch.zeros_like(places_M).scatter(0, order_M, places_M)
+    k = chosen_NK.shape[1]
+    y_MD = experts(_Take.apply(x_ND, order_M // k, back_M, k), ends_E, whole)
+    y_NKD = _Take.apply(y_MD, back_M, order_M, 1).unflatten(0, chosen_NK.shape)
+    return (y_NKD * weights_NK[..., None]).sum(1)
+
+
+class _Take(torch.autograd.Function):
+    """Rows of x in another order, each `k` times. The gradient gathers too, where torch's own would scatter: slowly, or
+    in an order that changes from run to run."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows_M: Tensor, back_M: Tensor, k: int) -> Tensor:
+        """`back`: where the copies of x's first row went, then those of the second, and so on."""
+        ctx.save_for_backward(back_M)
+        ctx.k = k
+        return x.index_select(0, rows_M)
+
+    @staticmethod
+    def backward(ctx: Any, *dy: Tensor) -> tuple[Tensor | None, ...]:
+        (back_M,) = ctx.saved_tensors
+        dx = dy[0].index_select(0, back_M)
+        return dx if ctx.k == 1 else dx.unflatten(0, (-1, ctx.k)).sum(1), None, None, None
+
+
+class MoE(nn.Module):
+    """`shared(x) + sum over the chosen experts e of g_e expert_e(x)`, with g the gate weights.
+
+    Scores are a softmax over the logits of all experts (Shazeer et al. 2017; Jiang et al. 2024, Mixtral) or a sigmoid
+    of each (DeepSeek-AI 2024, V3, eqs. 12-16, with the selection bias). Gate weights are the scores of the chosen,
+    normalised or not, times `routed_scale`; normalised softmax scores are the softmax over the chosen logits (gpt-oss).
+    With top_k 1, not normalised, and a capacity it is the layer of Fedus et al. 2022, Switch Transformers.
+    """
+
+    selection_bias: Tensor
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        assert config.moe is not None
+        self.moe = config.moe
+        self.router = nn.Linear(config.d_model, self.moe.n_experts, bias=self.moe.router_bias)
+        self.experts = Experts(config)
+        shared = self.moe.n_shared_experts
+        self.shared = MLP(config, shared * config.d_ff_expert) if shared else None
+        if self.moe.selection_bias:
+            self.register_buffer("selection_bias", torch.zeros(self.moe.n_experts, dtype=torch.float32))
+        self.dispatch = dispatch
+
+    def forward(self, x_BTD: Tensor, counted_BT: Tensor | None = None, drop: bool = True) -> tuple[Tensor, Routing]:
+        """The layer's output in x's type, and what the router did.
+
+        Args:
+            counted_BT: bool, the tokens that count for losses and counts; None: all. The others are computed alike.
+            drop: whether experts have a capacity where the config gives them one.
+        """
+        logits_BTE, scores_BTE = self._score(x_BTD)
+        chosen_BTK, weights_BTK = self._choose(scores_BTE)
+        assigned_BTE = torch.zeros_like(scores_BTE, dtype=torch.bool).scatter(-1, chosen_BTK, True)
+        if counted_BT is None:
+            counted_BT = torch.ones_like(assigned_BTE[..., 0])
+        counts_BE = (assigned_BTE & counted_BT[..., None]).sum(1)
+        dropped = counts_BE.new_zeros(())
+        limited = drop and self.moe.capacity_factor is not None
+        if limited:
+            kept_BTK = self._within_capacity(assigned_BTE).gather(-1, chosen_BTK)
+            dropped = (counted_BT[..., None] & ~kept_BTK).sum()
+            chosen_BTK = chosen_BTK.where(kept_BTK, self.moe.n_experts)
+        x_ND, chosen_NK, weights_NK = (t.flatten(0, 1) for t in (x_BTD, chosen_BTK, weights_BTK))
+        y_ND = self.dispatch(self.experts, x_ND, chosen_NK, weights_NK, self.moe.n_experts, whole=not limited)
+        y_BTD = y_ND.to(x_BTD.dtype).view_as(x_BTD)
+        if self.shared is not None:
+            y_BTD = y_BTD + self.shared(x_BTD)
+        balance, z = balance_loss(scores_BTE, counts_BE, counted_BT), z_loss(logits_BTE, counted_BT)
+        return y_BTD, Routing(balance, z, counts_BE.sum(0), dropped)
+
+    def _score(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits and scores, in fp32 or wider whatever comes in (Fedus et al. 2022, 2.4)."""
+        dtype, router = compute_dtype(x_BTD.dtype), self.router
+        bias_E = None if router.bias is None else router.bias.to(dtype)
+        logits_BTE = F.linear(x_BTD.to(dtype), router.weight.to(dtype), bias_E)
+        return logits_BTE, logits_BTE.sigmoid() if self.moe.router == "sigmoid" else logits_BTE.softmax(-1)
+
+    def _choose(self, scores_BTE: Tensor) -> tuple[Tensor, Tensor]:
+        """The chosen experts `(B, T, K)`, best first, and their gate weights."""
+        wanted_BTE = scores_BTE.detach()
+        if self.moe.selection_bias:
+            wanted_BTE = wanted_BTE + self.selection_bias
+        chosen_BTK = wanted_BTE.topk(self.moe.top_k, dim=-1).indices
+        weights_BTK = scores_BTE.gather(-1, chosen_BTK)
+        if self.moe.normalize:
+            weights_BTK = weights_BTK / (weights_BTK.sum(-1, keepdim=True) + _TINY)
+        return chosen_BTK, weights_BTK * self.moe.routed_scale
+
+    def _within_capacity(self, assigned_BTE: Tensor) -> Tensor:
+        """Which assignments an expert still has room for: `ceil(capacity_factor T K / E)` of each row, at least 1.
+
+        First come, first served, by position. (Lepikhin et al. 2021 and later code serve all first choices before any
+        second one: then a later token's first choice pushes out an earlier token's second, which so sees the future.)
+        """
+        assert self.moe.capacity_factor is not None
+        share = assigned_BTE.shape[1] * self.moe.top_k / self.moe.n_experts
+        return assigned_BTE.cumsum(1) <= max(1, math.ceil(self.moe.capacity_factor * share))
+
+
+def balance_loss(scores_BTE: Tensor, counts_BE: Tensor, counted_BT: Tensor) -> Tensor:
+    """`E sum_e f_e P_e` of each row, summed over rows; 1 in a row whose load is even, 0 in one without counted tokens.
+
+    f is the share of the row's assignments that went to e, without gradient, P the mean over its tokens of the router's
+    probability for e: the softmax (Fedus et al. 2022, Switch Transformers, eqs. 4-6), or sigmoid scores divided by
+    their sum (DeepSeek-AI 2024, V3, eqs. 17-20; per sequence there too).
+    """
+    probabilities_BTE = scores_BTE / (scores_BTE.sum(-1, keepdim=True) + _TINY)
+    f_BE = counts_BE.to(scores_BTE.dtype) / counts_BE.sum(1, keepdim=True).clamp(min=1)
+    return len(f_BE[0]) * (f_BE * _row_means(probabilities_BTE, counted_BT)).sum()
+
+
+def z_loss(logits_BTE: Tensor, counted_BT: Tensor) -> Tensor:
+    """The mean over each row's tokens of `logsumexp(logits)^2`, summed over rows (Zoph et al. 2022, ST-MoE, eq. 5)."""
+    return _row_means(logits_BTE.logsumexp(-1, keepdim=True).square(), counted_BT).sum()
+
+
+def _row_means(x_BTE: Tensor, counted_BT: Tensor) -> Tensor:
+    """Mean over the counted tokens of each row; 0 where there are none."""
+    n_B1 = counted_BT.sum(1, keepdim=True).clamp(min=1)
+    return x_BTE.where(counted_BT[..., None], 0.0).sum(1) / n_B1
