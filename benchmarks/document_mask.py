@@ -75,7 +75,7 @@ def training(model: Transformer, documents_BT: Tensor, rounds: int) -> dict[str,
     tokens_BT = torch.randint(0, model.config.vocab, documents_BT.shape)
 
     def step(numbers_BT: Tensor | None) -> None:
-        model(tokens_BT, tokens_BT, documents_BT=numbers_BT).backward()
+        model(tokens_BT, tokens_BT, documents_BT=numbers_BT).cross_entropy.backward()
 
     def by_mask() -> None:
         with mock.patch.object(documents, "loop_pays", return_value=False):

@@ -14,7 +14,7 @@ value heads, K width of a head.
 from __future__ import annotations
 
 import inspect
-from functools import cache, partial
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -44,7 +44,7 @@ class Documents(NamedTuple):
     longest: int = 0
     """Tokens of the longest document. Read with `offsets`."""
     mask_BTS: Tensor | None = None
-    """`document_mask(starts_BT)` for all blocks; None: a block that needs it makes its own."""
+    """`document_mask(starts_BT)` for all blocks without a window; None: a block that needs one makes its own."""
 
 
 def find_documents(documents_BT: Tensor, config: ModelConfig, dtype: torch.dtype) -> Documents:
@@ -63,6 +63,8 @@ def find_documents(documents_BT: Tensor, config: ModelConfig, dtype: torch.dtype
     places_T = torch.arange(documents_BT.shape[1], device=device)
     starts_BT = torch.where(first_BT, places_T, 0).cummax(dim=1).values
 
+    if not config.plain_scores:
+        return Documents(starts_BT)  # models/scores.py wants a mask, and makes it
     if not compiling and varlen_runs(device, dtype, config.d_head):
         flat = [n for row in _lengths(first_BT) for n in row]
         offsets = torch.tensor([0, *flat]).cumsum(0).to(device, torch.int32)
@@ -96,33 +98,79 @@ def loop_pays(lengths: tuple[tuple[int, ...], ...], width: int) -> bool:
     return calls == 1 or calls * CALL_COST * torch.get_num_threads() <= products
 
 
-def document_mask(starts_BT: Tensor) -> Tensor:
-    """Bool `(B, 1, T, S)`, one for all heads: query t sees key s where `start(t) <= s <= t`."""
-    places_T = torch.arange(starts_BT.shape[1], device=starts_BT.device)
-    return (places_T <= places_T[:, None]) & (starts_BT[:, None, :, None] <= places_T)
+def document_mask(starts_BT: Tensor, n_keys: int | None = None, window: int | None = None) -> Tensor:
+    """Bool `(B, 1, T, S)`, one for all heads: query t sees key s where `start(t) <= s <= t`.
+
+    Args:
+        n_keys: S; the last T keys are those of the queries. Left out: S = T.
+        window: and where `t - s < window`; None: however far back.
+    """
+    T = starts_BT.shape[1]
+    S = T if n_keys is None else n_keys
+    keys_S = torch.arange(S, device=starts_BT.device)
+    queries_T1 = keys_S[S - T :, None]
+    near_TS = keys_S <= queries_T1
+    if window is not None:
+        near_TS = near_TS & (queries_T1 - keys_S < window)
+    return near_TS & (starts_BT[:, None, :, None] <= keys_S)
 
 
-def attend(q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, documents: Documents) -> Tensor:
-    """Causal attention within each document; returns `(B, T, H, K)`. Query heads share keys where G < H."""
+def attend(
+    q_BHTK: Tensor,
+    k_BGSK: Tensor,
+    v_BGSK: Tensor,
+    documents: Documents,
+    window: int | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """Causal attention within each document; returns `(B, T, H, K)`. Query heads share keys where G < H.
+
+    Args:
+        window: tokens that a query sees, itself included; None: all of its document.
+        scale: factor on the scores; None: `1 / sqrt(K)`.
+    """
     if documents.offsets is not None:
-        return varlen(q_BHTK, k_BGSK, v_BGSK, documents.offsets, documents.longest)
+        return varlen(q_BHTK, k_BGSK, v_BGSK, documents.offsets, documents.longest, window, scale)
     if torch.compiler.is_compiling() or not documents.lengths:
-        mask_BTS = document_mask(documents.starts_BT) if documents.mask_BTS is None else documents.mask_BTS
-        return masked(q_BHTK, k_BGSK, v_BGSK, mask_BTS)
-    return looped(q_BHTK, k_BGSK, v_BGSK, documents.lengths)
+        mask_BTS = documents.mask_BTS
+        if mask_BTS is None or window is not None:
+            mask_BTS = document_mask(documents.starts_BT, window=window)
+        return masked(q_BHTK, k_BGSK, v_BGSK, mask_BTS, scale)
+    return looped(q_BHTK, k_BGSK, v_BGSK, documents.lengths, window, scale)
 
 
-def masked(q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, mask_BTS: Tensor) -> Tensor:
+def masked(q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, mask_BTS: Tensor, scale: float | None = None) -> Tensor:
     """By a mask, bool `(B, 1, T, S)`."""
     grouped = q_BHTK.shape[1] != k_BGSK.shape[1]
-    y_BHTK = F.scaled_dot_product_attention(q_BHTK, k_BGSK, v_BGSK, attn_mask=mask_BTS, enable_gqa=grouped)
+    y_BHTK = F.scaled_dot_product_attention(q_BHTK, k_BGSK, v_BGSK, attn_mask=mask_BTS, enable_gqa=grouped, scale=scale)
     return y_BHTK.transpose(1, 2)
 
 
-def looped(q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, lengths: tuple[tuple[int, ...], ...]) -> Tensor:
+def looped(
+    q_BHTK: Tensor,
+    k_BGSK: Tensor,
+    v_BGSK: Tensor,
+    lengths: tuple[tuple[int, ...], ...],
+    window: int | None = None,
+    scale: float | None = None,
+) -> Tensor:
     """By a causal attention for each document; rows that are all cut alike go together."""
     B, H, T, K = q_BHTK.shape
-    attention = partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=k_BGSK.shape[1] != H)
+
+    def attention(q_BHNK: Tensor, k_BGNK: Tensor, v_BGNK: Tensor) -> Tensor:
+        n, mask_NN = q_BHNK.shape[2], None
+        if window is not None and window < n:
+            mask_NN = torch.ones(n, n, dtype=torch.bool, device=q_BHNK.device).tril().triu(1 - window)
+        return F.scaled_dot_product_attention(
+            q_BHNK,
+            k_BGNK,
+            v_BGNK,
+            attn_mask=mask_NN,
+            is_causal=mask_NN is None,
+            enable_gqa=k_BGSK.shape[1] != H,
+            scale=scale,
+        )
+
     if all(len(row) == 1 for row in lengths):
         return attention(q_BHTK, k_BGSK, v_BGSK).transpose(1, 2)  # to the bit what a model without documents computes
     together = B if len(set(lengths)) == 1 else 1
@@ -135,15 +183,24 @@ def looped(q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, lengths: tuple[tuple[
     return torch.cat(pieces, dim=1).view(B, T, H, K)
 
 
-def varlen(q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, offsets: Tensor, longest: int) -> Tensor:
+def varlen(
+    q_BHTK: Tensor,
+    k_BGSK: Tensor,
+    v_BGSK: Tensor,
+    offsets: Tensor,
+    longest: int,
+    window: int | None = None,
+    scale: float | None = None,
+) -> Tensor:
     """By one call of FlashAttention over the rows laid end to end."""
     B, H, T, _ = q_BHTK.shape
     q_NHK, k_NGK, v_NGK = (x.transpose(1, 2).flatten(0, 1) for x in (q_BHTK, k_BGSK, v_BGSK))
     # The longest only sizes the launch. A graph would be made anew for each, so there the row's length stands for it.
     longest = T if torch.compiler.is_compiling() else longest
-    causal, grouped = (-1, 0), k_BGSK.shape[1] != H  # a window of all keys before the query and none after
+    # How many keys before the query and after it: -1 is all.
+    size, grouped = (-1 if window is None else window - 1, 0), k_BGSK.shape[1] != H
     y_NHK = _varlen_attn()(
-        q_NHK, k_NGK, v_NGK, offsets, offsets, longest, longest, window_size=causal, enable_gqa=grouped
+        q_NHK, k_NGK, v_NGK, offsets, offsets, longest, longest, window_size=size, enable_gqa=grouped, scale=scale
     )
     return y_NHK.unflatten(0, (B, T))
 
@@ -169,4 +226,4 @@ def _varlen_attn() -> Any:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return None
-    return varlen_attn if {"window_size", "enable_gqa"} <= inspect.signature(varlen_attn).parameters.keys() else None
+    return varlen_attn if {"window_size", "enable_gqa", "scale"} <= inspect.signature(varlen_attn).parameters.keys() else None

@@ -17,6 +17,12 @@ KINDS: list[dict[str, Any]] = [
     {"position": "learned", "norm": "layernorm", "norm_bias": True, "activation": "gelu"},
     {"position": "sinusoidal", "activation": "relu", "attention_bias": True, "mlp_bias": True},
     {"position": "none", "n_kv_heads": 1, "qk_norm": True, "attention_bias": True, "tie_embeddings": True},
+    {"attention_window": 7, "attention_global_every": 2, "attention_scale": 0.2, "rope_theta_local": 100.0},
+]
+# Kinds whose attention is none of these ways: it is written out.
+WRITTEN_OUT: list[dict[str, Any]] = [
+    {"position": "relative", "relative_clip": 5, "n_kv_heads": 2},
+    {"attention_softcap": 2.0, "attention_sinks": True, "attention_window": 9},
 ]
 T = 72  # more than the block of 32 or 64 queries that kernels work on
 # The tokens of each document in each row; the last one of rows 1 and 2 is padding.
@@ -38,7 +44,10 @@ def spans(rows: list[list[int]]) -> list[tuple[int, slice]]:
 
 def flash(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, **keys: Any) -> Tensor:
     """What `varlen_attn` is documented to compute with the arguments that we give it, on any device, by definition."""
-    assert keys == {"window_size": (-1, 0), "enable_gqa": q.shape[1] != k.shape[1]}
+    back, ahead = keys.pop("window_size")
+    scale = keys.pop("scale", None) or q.shape[2] ** -0.5
+    assert keys == {"enable_gqa": q.shape[1] != k.shape[1]}
+    assert ahead == 0
     assert cu_q.dtype == cu_k.dtype == torch.int32
     lengths = cu_q.diff().tolist()
     assert sum(lengths) == len(q)
@@ -46,9 +55,12 @@ def flash(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: in
     out = []
     for part in zip(*(x.split(lengths) for x in (q, k, v)), strict=True):
         q_HNK, k_HNK, v_HNK = (x.transpose(0, 1).repeat_interleave(q.shape[1] // x.shape[1], dim=0) for x in part)
-        scores = q_HNK @ k_HNK.transpose(1, 2) / q.shape[2] ** 0.5
-        future = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1)
-        out.append((scores.masked_fill(future, float("-inf")).softmax(dim=-1) @ v_HNK).transpose(0, 1))
+        scores = scale * (q_HNK @ k_HNK.transpose(1, 2))
+        n = scores.shape[1]
+        hidden = torch.ones(n, n, dtype=torch.bool).triu(1)
+        if back >= 0:
+            hidden |= torch.ones(n, n, dtype=torch.bool).tril(-back - 1)
+        out.append((scores.masked_fill(hidden, float("-inf")).softmax(dim=-1) @ v_HNK).transpose(0, 1))
     return torch.cat(out)
 
 
@@ -56,7 +68,7 @@ def loss_and_grads(
     model: Transformer, tokens_BT: Tensor, mask_BT: Tensor | None = None, documents_BT: Tensor | None = None
 ) -> Result:
     model.zero_grad()
-    loss = model(tokens_BT, tokens_BT.roll(-1, dims=1), mask_BT, documents_BT=documents_BT)
+    loss = model(tokens_BT, tokens_BT.roll(-1, dims=1), mask_BT, documents_BT=documents_BT).cross_entropy
     loss.backward()
     return loss.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 

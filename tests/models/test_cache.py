@@ -34,6 +34,33 @@ def test_cached_logits_equal_the_full_forward(
 
 
 @torch.no_grad()
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"n_kv_heads": 2},
+        {"position": "learned", "attention_window": 5},
+        {"position": "sinusoidal", "norm_placement": "post"},
+        {"attention_window": 5, "attention_global_every": 2, "attention_sinks": True, "rope_theta_local": 50.0},
+        {"position": "relative", "relative_clip": 4},
+        {"moe": {"n_experts": 4, "top_k": 2, "capacity_factor": 0.5}},
+    ],
+)
+def test_rows_filled_up_at_the_left_give_what_they_give_alone(
+    build: Callable[..., Transformer], tokens_BT: Tensor, keys: dict[str, Any]
+) -> None:
+    """Whatever fills them up, and however they come in."""
+    model = build(**keys)
+    padding = [0, 3, 7]
+    for pieces in ([10, 1, 1, 1, 1, 1, 1], [16]):
+        cache = KVCache(model.config, 3, 16, torch.float32, "cpu", torch.tensor(padding))
+        together = torch.cat([model(piece, cache=cache) for piece in tokens_BT.split(pieces, dim=1)], dim=1)
+        assert together.isfinite().all()
+        for b, n in enumerate(padding):
+            alone = model(tokens_BT[b : b + 1, n:], cache=KVCache(model.config, 1, 16 - n, torch.float32, "cpu"))
+            torch.testing.assert_close(together[b, n:], alone[0], rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
 def test_what_does_not_fit_is_refused(build: Callable[..., Transformer], tokens_BT: Tensor) -> None:
     model = build()
     with pytest.raises(UserError, match=r"raise model\.max_seq_len"):

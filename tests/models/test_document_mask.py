@@ -15,7 +15,19 @@ from models.config import ModelConfig
 from models.documents import Documents, document_mask, find_documents, looped, masked, varlen
 from models.positions import take_rows
 from models.transformer import Transformer
-from tests.models.packed import KINDS, PADDED, ROWS, Result, T, assert_close, flash, loss_and_grads, numbers, spans
+from tests.models.packed import (
+    KINDS,
+    PADDED,
+    ROWS,
+    WRITTEN_OUT,
+    Result,
+    T,
+    assert_close,
+    flash,
+    loss_and_grads,
+    numbers,
+    spans,
+)
 
 Build = Callable[..., Transformer]
 
@@ -27,7 +39,7 @@ def one_by_one(model: Transformer, packed_BT: Tensor) -> Result:
     for b, where in spans(ROWS):
         document = packed_BT[b : b + 1, where]
         if document.shape[1] > 1:
-            loss = model(document[:, :-1], document[:, 1:])
+            loss = model(document[:, :-1], document[:, 1:]).cross_entropy
             loss.backward()
             total += loss.detach()
     return total, {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
@@ -49,9 +61,18 @@ def test_packed_rows_equal_their_documents_one_by_one(
     assert_close(packed, one_by_one(model, packed_BT), tolerance)
 
 
+@pytest.mark.parametrize("keys", WRITTEN_OUT)
+def test_so_do_rows_whose_scores_are_written_out(
+    build: Build, packed_BT: Tensor, mask_BT: Tensor, keys: dict[str, Any]
+) -> None:
+    model = build(**keys, max_seq_len=T).double()
+    packed = loss_and_grads(model, packed_BT, mask_BT, numbers(ROWS))
+    assert_close(packed, one_by_one(model, packed_BT), 1e-12)
+
+
 def test_without_document_numbers_they_do_not(build: Build, packed_BT: Tensor, mask_BT: Tensor) -> None:
     """The comparison above can fail."""
-    for keys in KINDS:
+    for keys in [*KINDS, *WRITTEN_OUT]:
         model = build(**keys, max_seq_len=T)
         mixed, _ = loss_and_grads(model, packed_BT, mask_BT, None)
         assert abs(mixed / one_by_one(model, packed_BT)[0] - 1) > 1e-4
@@ -157,8 +178,10 @@ def test_a_loop_is_taken_where_documents_are_long() -> None:
 
 
 @pytest.mark.parametrize("rows", [ROWS, [[30, 42]] * 4, [[72]] * 4, [[1] * 72, [71, 1], [36, 36], [72]]])
-@pytest.mark.parametrize("kv_heads", [4, 2, 1])
-def test_the_loop_and_varlen_equal_the_oracle(rows: list[list[int]], kv_heads: int) -> None:
+@pytest.mark.parametrize(("kv_heads", "window", "scale"), [(4, None, None), (2, None, 0.3), (1, 8, None)])
+def test_the_loop_and_varlen_equal_the_oracle(
+    rows: list[list[int]], kv_heads: int, window: int | None, scale: float | None
+) -> None:
     generator = torch.Generator().manual_seed(0)
     starts_BT = find_documents(numbers(rows), ModelConfig(vocab_size=61), torch.float64).starts_BT
     lengths = tuple(tuple(row) for row in rows)
@@ -176,10 +199,11 @@ def test_the_loop_and_varlen_equal_the_oracle(rows: list[list[int]], kv_heads: i
         (y * weights).sum().backward()
         return [y.detach(), *(x.grad for x in qkv if x.grad is not None)]
 
-    oracle = results(masked, document_mask(starts_BT))
+    oracle = results(masked, document_mask(starts_BT, window=window), scale)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_varlen_attn", lambda: flash)
-        others = [results(looped, lengths), results(varlen, offsets, max(max(row) for row in rows))]
+        longest = max(max(row) for row in rows)
+        others = [results(looped, lengths, window, scale), results(varlen, offsets, longest, window, scale)]
     for other in others:
         for ours, expected in zip(other, oracle, strict=True):
             torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
@@ -210,7 +234,7 @@ def test_documents_are_found_once_for_all_blocks(
     met: list[Documents] = []
     model = build(n_layers=3, max_seq_len=T)
     for block in model.blocks:
-        block.register_forward_pre_hook(lambda _, arguments: met.append(arguments[-1]))
+        block.register_forward_pre_hook(lambda _, arguments: met.append(arguments[3]))
     model(packed_BT, documents_BT=numbers(ROWS))
     assert len(met) == 3
     assert met[0] is met[1] is met[2]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from models.config import ModelConfig
-from models.layers import MLP, Norm
+from models.layers import MLP, Norm, activate
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": lambda x: 0.5 * x * (1 + torch.erf(x / math.sqrt(2))),
@@ -18,6 +18,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": lambda x: torch.where(x > 0, x, torch.zeros_like(x)),
     "swiglu": lambda x: x / (1 + torch.exp(-x)),
 }
+ACTIVATIONS |= {"geglu": ACTIVATIONS["gelu"], "geglu_tanh": ACTIVATIONS["gelu_tanh"]}
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -34,6 +35,28 @@ def test_mlp_is_its_formula(activation: str, bias: bool) -> None:
     up = linear(mlp.w_up, x)
     hidden = act(up) if mlp.w_gate is None else act(linear(mlp.w_gate, x)) * up
     torch.testing.assert_close(mlp(x), linear(mlp.w_down, hidden), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("limit", [None, 0.5])
+def test_clamped_swiglu_is_its_formula(limit: float | None) -> None:
+    """gpt-oss: the gate is cut off from above alone, the other from both sides, and 1 is added to it."""
+    config = ModelConfig(activation="swiglu_clamped", activation_limit=limit)
+    at = 7.0 if limit is None else limit
+    for gate, up in [(0.3, 0.4), (9.0, 8.0), (-9.0, -8.0), (7.5, -0.1)]:
+        g, u = min(gate, at), max(-at, min(up, at))
+        expected = g / (1 + math.exp(-1.702 * g)) * (u + 1)
+        got = activate(config, torch.tensor(up, dtype=torch.float64), torch.tensor(gate, dtype=torch.float64))
+        assert got.item() == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_gain_stored_as_its_difference_from_one() -> None:
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+    plain, offset = Norm("rmsnorm", 6, 1e-5, False), Norm("rmsnorm", 6, 1e-5, False, unit_offset=True)
+    assert torch.equal(plain(x), offset(x))  # both as they start
+    with torch.no_grad():
+        plain.weight.copy_(torch.arange(6.0))
+        offset.weight.copy_(torch.arange(6.0) - 1)
+    assert torch.equal(plain(x), offset(x))
 
 
 @pytest.mark.parametrize("kind", ["rmsnorm", "layernorm"])
