@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import yaml
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from models.flops import parameter_counts, training_flops_per_token
+from launch.reports import align_right
+from models.config import ModelConfig
+from models.flops import parameter_parts, training_flops_per_token
 from trainer.config import TrainingConfig
 from trainer.layout import Layout
 
@@ -18,16 +21,7 @@ def print_plan(config: TrainingConfig, layout: Layout) -> None:
     console.print(layout.describe(), markup=False)
     n_tokens = (config.data.tokenizer.known_size if config.data.reads_corpus else None) or _read_size(config)
     model = config.model.with_vocab_size(n_tokens)
-    counts = parameter_counts(model)
-    table = Table("parameters", "count", "share")
-    for part, count in counts.items():
-        if part != "total":
-            table.add_row(part, f"{count:,}", f"{count / counts['total']:.1%}")
-    table.add_section()
-    table.add_row("total", f"{counts['total']:,}", "100.0%")
-    for column in table.columns[1:]:
-        column.justify = "right"
-    console.print(table)
+    console.print(parameter_table(model))
     for stage in config.plan:
         of_stage = layout.at(stage.number)
         flops = training_flops_per_token(model, of_stage.seq_len, causal=True)
@@ -37,6 +31,26 @@ def print_plan(config: TrainingConfig, layout: Layout) -> None:
             f"(forward and backward, causal attention) = {tokens * flops:.3g} FLOPs",
             markup=False,
         )
+
+
+def parameter_table(model: ModelConfig) -> Table:
+    """Parameters by part: of one block, in how many blocks, in all; of a sparse model also those that a token uses."""
+    parts, sparse = parameter_parts(model), model.moe is not None
+    # No lines between columns: the largest models' numbers still fit into a terminal of 80.
+    table = Table("parameters", "in one block", "blocks", "in all", "share", box=box.SIMPLE_HEAD, collapse_padding=True)
+    if sparse:
+        table.add_column("of a token")
+    align_right(table, *range(1, len(table.columns)))
+    total = sum(part.total for part in parts)
+    for part in parts:
+        name = "embedding, head" if part.name == "embedding" and model.tie_embeddings else part.name
+        block = (f"{part.in_block:,}", f"{part.blocks:,}") if part.blocks else ("", "")
+        row = (name, *block, f"{part.total:,}", f"{part.total / total:.1%}", f"{part.active:,}")
+        table.add_row(*row[: len(table.columns)])
+    table.add_section()
+    row = ("total", "", "", f"{total:,}", "100.0%", f"{sum(part.active for part in parts):,}")
+    table.add_row(*row[: len(table.columns)])
+    return table
 
 
 def _read_size(config: TrainingConfig) -> int:
