@@ -23,11 +23,11 @@ def finish_run(config: TrainingConfig, run: RunDirectory) -> None:
 
 def _write_sample(config: TrainingConfig, run: RunDirectory) -> None:
     if config.train.sample_prompt is not None:
-        from trainer.generate import generate
+        from trainer.generate import Settings, generate
 
-        checkpoint = find_checkpoint(run.path)
-        text = generate(checkpoint, config.train.sample_prompt, SAMPLE_TOKENS, 0.8, 50, config.run.seed)
-        atomic_write(run.sample_file, text)
+        settings = Settings(SAMPLE_TOKENS, temperature=0.8, top_k=50, seed=config.run.seed)
+        (sample,) = generate(find_checkpoint(run.path), [config.train.sample_prompt], settings)
+        atomic_write(run.sample_file, sample.prompt + sample.text)
 
 
 def print_summary(config: TrainingConfig, run: RunDirectory) -> None:

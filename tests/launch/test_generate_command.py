@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -76,13 +77,50 @@ def test_number_of_tokens(generate: Generate, monkeypatch: pytest.MonkeyPatch) -
     assert generate("--max-tokens", "5")  # no prompt is an empty one
 
 
+def test_several_prompts(generate: Generate, tmp_path: Path) -> None:
+    """Each as alone with its seed, after a line that no prompt alone has; all of it in a JSON file too."""
+    options = ["--max-tokens", "8", "--json"]
+    texts = ["def ", "", "import os"]
+    words = [word for text in texts for word in ("--prompt", text)]
+    printed = generate(*words, *options, str(tmp_path / "out.json"), "--seed", "3")
+    record = json.loads((tmp_path / "out.json").read_text())
+    assert printed == "".join(
+        f"=== {i} of 3: {one['finish']} ===\n{one['prompt']}{one['text']}\n"
+        for i, one in enumerate(record["continuations"], start=1)
+    )
+    for i, (text, one) in enumerate(zip(texts, record["continuations"], strict=True)):
+        assert list(one) == ["prompt", "text", "tokens", "finish"]
+        assert (one["prompt"], one["finish"], len(one["tokens"])) == (text, "length", 8)
+        alone = generate("--prompt", text, "--max-tokens", "8", "--seed", str(3 + i))
+        assert alone == f"{one['prompt']}{one['text']}\n"
+    assert json.loads(generate(*words, *options, "-", "--seed", "3")) == record
+
+
+def test_stop_texts(generate: Generate) -> None:
+    words = ["--prompt", "class", "--temperature", "0", "--max-tokens", "20"]
+    whole = generate(*words).removesuffix("\n")
+    text = whole.removeprefix("class")
+    assert generate(*words, "--stop", text[3:6]) == f"class{text[: text.index(text[3:6])]}\n"
+    assert generate(*words, "--stop", "no such text", "--stop", text[3:6]) == generate(*words, "--stop", text[3:6])
+    assert generate(*words, "--stop", "class") == whole + "\n"
+
+
 @pytest.mark.parametrize(
-    ("prompt", "parts"),
-    [("word " * 100, ["--prompt is", "64 (model.max_seq_len)", "shorten"]), ("a\udcff", ["--prompt is not UTF-8"])],
+    ("words", "parts"),
+    [
+        (["--prompt", "word " * 100], ["--prompt is", "64 (model.max_seq_len)", "shorten"]),
+        (["--prompt", "a", "--prompt", "word " * 100], ["--prompt 2 of 2 ('word word word word '...) is", "shorten"]),
+        (["--prompt", "a\udcff"], ["--prompt is not UTF-8"]),
+        (["--prompt", "a", "--stop", "a\udcff"], ["--stop is not UTF-8"]),
+        (["--prompt", "a", "--stop", "b", "--stop", ""], ["--stop is empty", "leave --stop out"]),
+        (["--prompt", "a", "--json", "/no/such/folder/file"], ["--json /no/such/folder/file: cannot be written"]),
+    ],
 )
-def test_refused_prompts(generate: Generate, capsys: pytest.CaptureFixture[str], prompt: str, parts: list[str]) -> None:
+def test_refused_words(
+    generate: Generate, capsys: pytest.CaptureFixture[str], words: list[str], parts: list[str]
+) -> None:
     with pytest.raises(SystemExit) as end:
-        generate("--prompt", prompt)
+        generate(*words)
     assert end.value.code == 2
     error = capsys.readouterr().err
     assert len(error.splitlines()) == 1
