@@ -73,7 +73,7 @@ def rows(section: type[Config], prefix: str) -> list[str]:
     for name, field in section.model_fields.items():
         key = prefix + (field.alias or name)
         inner, placeholder = inner_section(field.annotation)
-        if inner is None or placeholder:
+        if inner is None or placeholder or field.default is None:
             result.append(row_of(key, field))
         if inner is not None:
             result += rows(inner, f"{key}.{placeholder}")
@@ -88,8 +88,9 @@ def row_of(key: str, field: FieldInfo) -> str:
 
 def inner_section(annotation: Any) -> tuple[type[Config] | None, str]:
     """The section that a field holds, and `<name>.` if it holds one per name or number."""
-    if isinstance(annotation, type) and issubclass(annotation, Config):
-        return annotation, ""
+    for kind in typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,):
+        if isinstance(kind, type) and issubclass(kind, Config):
+            return kind, ""
     if typing.get_origin(annotation) is dict:
         return typing.get_args(annotation)[1], "<role>."
     if typing.get_origin(annotation) is list:

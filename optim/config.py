@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from common.config import Config
 
 OptimizerName = Literal["adamw", "adam", "sgd", "adagrad", "rmsprop"]
-Role = Literal["embedding", "head", "hidden_matrix", "vector"]
+Role = Literal["embedding", "head", "hidden_matrix", "expert_matrix", "router", "vector"]
 
 # What each optimizer accepts beyond lr and weight_decay, with the value used when the key is absent. They are torch's
 # defaults but for beta2: 0.95 is the usual choice for language models (Brown et al. 2020), torch has 0.999.
@@ -54,7 +54,8 @@ class OptimConfig(Config):
     alpha: float | None = Field(None, ge=0, lt=1, description="rmsprop: decay of the squares; absent: 0.99.")
     roles: dict[Role, RoleOptions] = Field(
         default_factory=dict,
-        description="Per role of parameters (embedding, head, hidden_matrix, vector): `lr_scale` and `weight_decay`.",
+        description="Per role of parameters (embedding, head, hidden_matrix, expert_matrix, router, vector): "
+        "`lr_scale` and `weight_decay`.",
     )
 
     @model_validator(mode="after")

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from models.config import ModelConfig
 from models.transformer import Transformer
 
 _aten = torch.ops.aten
@@ -45,21 +46,27 @@ def checkpoint_blocks(model: Transformer, kind: Literal["full", "selective"], ev
     for block in list(model.blocks)[::every]:
         options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}  # rule 11: nothing is drawn
         if kind == "selective":
-            policy = partial(selective_policy, model.config.d_ff)
+            policy = partial(selective_policy, _hidden_widths(model.config))
             options["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
         block.forward = partial(checkpoint, block.forward, **options)
 
 
-def selective_policy(d_ff: int, context: object, operator: object, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def _hidden_widths(config: ModelConfig) -> frozenset[int]:
+    """Widths inside MLPs: of dense blocks, and of what all tokens go through beside their experts."""
+    shared = 0 if config.moe is None else config.moe.n_shared_experts * config.d_ff_expert
+    return frozenset({config.d_ff, shared} - {0})
+
+
+def selective_policy(hidden: frozenset[int], context: object, operator: object, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """Whether an operator's output is kept under `selective`; what torch asks while it runs or traces a block.
 
-    Products are told apart by their widths: one that touches `d_ff` is the MLP's. Of the math fallback's two, the one
-    that does not widen is kept, so that the square of scores is not. Where `d_ff` is also another width of the block,
-    more is computed again than need be.
+    Products are told apart by their widths: one that touches a `hidden` width is an MLP's; those of experts are another
+    operator and not kept either. Of the math fallback's two, the one that does not widen is kept, so that the square of
+    scores is not. Where a hidden width is also another width of the block, more is computed again than need be.
     """
     keep = operator in _ATTENTION or str(operator) == _VARLEN
     if operator in _LINEAR:
-        keep = d_ff not in args[-1].shape
+        keep = hidden.isdisjoint(args[-1].shape)
     elif operator is _aten.bmm.default:
         _, inner, outer = args[-1].shape
         keep = outer <= inner

@@ -29,7 +29,7 @@ def evaluate(
         tokens += int(batch.mask.sum())
         text_bytes += int(token_bytes[batch.targets[batch.mask]].sum())
         for micro in micro_batches(batch, config.train.micro_batch_size, runtime.device):
-            loss += float(model(*micro).double())
+            loss += float(model(*micro).cross_entropy.double())
     loss, n_tokens, n_bytes = (runtime.sum(value) for value in (loss, tokens, text_bytes))
     return {
         "eval_loss": loss / max(1.0, n_tokens),

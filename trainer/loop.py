@@ -14,6 +14,7 @@ from data.loader import Feed
 from data.packing import Batch
 from data.prefetch import Prefetched
 from models.flops import training_flops_per_token
+from models.moe_config import MoEConfig
 from optim.build import set_lr
 from optim.schedules import lr_factor
 from trainer.batch import micro_batches, pinned
@@ -26,6 +27,7 @@ from trainer.layout import Layout, plan_layout
 from trainer.metrics import Reporter
 from trainer.provenance import record_start
 from trainer.resume import Progress, resume, trainer_state
+from trainer.routing import Load, auxiliary_loss
 from trainer.rundata import batches_of, open_run_data
 from trainer.rundir import RunDirectory, run_directory
 from trainer.runtime import Runtime
@@ -87,6 +89,7 @@ def _train(config: TrainingConfig, run: RunDirectory, runtime: Runtime) -> None:
                         "tokens_per_second": rate,
                         "mfu": rate * flops_per_token / peak,
                         "seconds": seconds,
+                        **result.routing,
                         **({"stage": stage.number} if config.stages else {}),
                         **{key: scaler[key] for key in ("loss_scale", "skipped_steps") if key in scaler},
                     }
@@ -112,6 +115,7 @@ class StepResult(NamedTuple):
     grad_norm: float  # before clipping
     tokens: int  # valid ones
     skipped: bool  # gradients overflowed fp16, and no update was made
+    routing: dict[str, float]  # of experts, see `Load.row`; empty in a dense model
 
 
 def learning_rate(step: int, config: TrainingConfig) -> float:
@@ -130,10 +134,18 @@ def step_at(
     """Update number `step`, counted from 1, with the learning rate, the rows and the layout that belong to it."""
     set_lr(engine.optimizer, learning_rate(step, config))
     batch = batches.train(step - 1, runtime.rank, runtime.world_size)
-    return train_step(engine, batch, layout.at(config.stage_at(step).number), runtime, config.train.grad_clip)
+    layout = layout.at(config.stage_at(step).number)
+    return train_step(engine, batch, layout, runtime, config.train.grad_clip, config.model.moe)
 
 
-def train_step(engine: Engine, batch: Batch, layout: Layout, runtime: Runtime, grad_clip: float | None) -> StepResult:
+def train_step(
+    engine: Engine,
+    batch: Batch,
+    layout: Layout,
+    runtime: Runtime,
+    grad_clip: float | None,
+    moe: MoEConfig | None = None,
+) -> StepResult:
     """One update from this rank's rows of the global batch, or none where scaled gradients overflow.
 
     Raises:
@@ -142,11 +154,15 @@ def train_step(engine: Engine, batch: Batch, layout: Layout, runtime: Runtime, g
     """
     # Rule 1: the denominator counts the whole global batch and is known before the first backward pass.
     valid = runtime.sum(int(batch.mask.sum()))
-    loss_sum = torch.zeros((), dtype=torch.float64, device=runtime.device)
+    loss_sum, load = torch.zeros((), dtype=torch.float64, device=runtime.device), Load()
     for index, micro in enumerate(micro_batches(batch, layout.micro_batch_size, runtime.device)):
-        loss = engine.model(*micro)
-        engine.micro_backward(loss / max(1.0, valid), last=index == layout.accumulation - 1)
-        loss_sum += loss.detach().double()
+        losses = engine.model(*micro)
+        loss = losses.cross_entropy / max(1.0, valid)
+        if moe is not None:
+            loss = loss + auxiliary_loss(moe, losses.routing, layout.global_batch_size)
+            load.add(losses.routing)
+        engine.micro_backward(loss, last=index == layout.accumulation - 1)
+        loss_sum += losses.cross_entropy.detach().double()
     mean_loss = runtime.sum(loss_sum) / max(1.0, valid)
     grad_norm = engine.grad_norm()
     # Both are known to all ranks, so that all do the same, and the weights are untouched yet.
@@ -160,7 +176,7 @@ def train_step(engine: Engine, batch: Batch, layout: Layout, runtime: Runtime, g
         engine.skip()
     else:
         engine.step(scale=clip_scale(grad_norm, grad_clip))
-    return StepResult(mean_loss, grad_norm, int(valid), skipped=overflow)
+    return StepResult(mean_loss, grad_norm, int(valid), overflow, load.row(runtime, layout.global_batch_size))
 
 
 def clip_scale(grad_norm: float, grad_clip: float | None) -> float:

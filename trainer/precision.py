@@ -18,6 +18,9 @@ In fp32, whatever the config says:
     norms                                           `Norm` in models/layers.py
     rotary tables, and the rotation                 models/positions.py
     softmax of attention                            inside torch's kernel; scores never leave it
+      where scores are written out                  models/scores.py: from the products on, to the weights
+    the router's logits, and all that follows from  models/moe.py
+      them; the sum over a token's experts
     softmax and cross-entropy of the logits         `_chunk_loss` in models/loss.py
     the sum of losses of one micro-batch            models/loss.py
 

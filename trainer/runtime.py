@@ -33,9 +33,13 @@ class Runtime:
 
     def sum(self, value: float | torch.Tensor) -> float:
         """Sum of a number over all ranks, in float64; every rank gets the same."""
-        total = torch.as_tensor(value, dtype=torch.float64, device=self.device).clone()
+        return float(self.sums(torch.as_tensor(value)).item())
+
+    def sums(self, values: torch.Tensor) -> torch.Tensor:
+        """Elementwise sums of a tensor over all ranks, in float64."""
+        total = values.detach().to(self.device, torch.float64, copy=True)
         dist.all_reduce(total)
-        return float(total.item())
+        return total
 
 
 @contextmanager

@@ -136,7 +136,7 @@ def waits(dtype: torch.dtype) -> bool:
     """In a rank: whether FlashAttention is used; raises where a block waits for the device."""
     model, tokens_BT = made("cuda", dtype)
     met: list[tuple[Tensor, Tensor, Documents]] = []
-    hook = model.blocks[0].register_forward_pre_hook(lambda _, a: met.append((a[0].detach(), a[1], a[4])))
+    hook = model.blocks[0].register_forward_pre_hook(lambda _, a: met.append((a[0].detach(), a[1], a[3])))
     loss_and_grads(model, tokens_BT, torch.ones_like(tokens_BT, dtype=torch.bool), numbers(ROWS).cuda())
     hook.remove()
     x_BTD, rope, documents = met[0]
@@ -144,7 +144,7 @@ def waits(dtype: torch.dtype) -> bool:
     torch.cuda.set_sync_debug_mode("error")
     try:
         for block in model.blocks:
-            block(x_BTD.requires_grad_(), rope, None, None, documents).sum().backward()
+            block(x_BTD.requires_grad_(), rope, None, documents)[0].sum().backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
     return documents.offsets is not None

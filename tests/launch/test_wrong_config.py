@@ -19,7 +19,7 @@ from trainer.layout import plan_layout
         ("parallel.tp=2", ["unknown key 'parallel.tp'", "known here: dp_replicate"]),
         ("parallel.cp=2", ["unknown key 'parallel.cp'"]),
         ("parallel.pp=2", ["unknown key 'parallel.pp'"]),
-        ("model.moe.n_experts=8", ["override 'model.moe.n_experts=8'", "unknown key 'model.moe'"]),
+        ("model.ssm.n_states=8", ["override 'model.ssm.n_states=8'", "unknown key 'model.ssm'"]),
         ("parallel.engine=deepspeed", ["'parallel.engine'", "'fsdp' or 'ddp'"]),
         ("optim.name=muon", ["'optim.name'", "'adamw'"]),
         # A key in the wrong place.

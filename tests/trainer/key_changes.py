@@ -39,11 +39,30 @@ def between(*values: str, needs: tuple[str, ...] = ()) -> Change:
     return Change(values, needs)
 
 
+MOE = ("model.moe={n_experts: 4, d_ff: 16}",)
+# Of each kind, the keys that belong to it.
+ROPE_SCALING: dict[str, dict[str, tuple[str, str]]] = {
+    "{kind: linear, factor: 2}": {"factor": ("2", "4")},
+    "{kind: llama3, factor: 8, original_max_seq_len: 128}": {
+        "kind": ("llama3", "yarn"),
+        "original_max_seq_len": ("128", "32"),
+        "low_freq_factor": ("1", "2"),
+        "high_freq_factor": ("4", "16"),
+    },
+    "{kind: yarn, factor: 8, original_max_seq_len: 4096}": {
+        "beta_fast": ("32", "4"),
+        "beta_slow": ("1", "0.25"),
+        "truncate": ("true", "false"),
+        "attention_factor": ("1", "2"),
+    },
+}
+
 CHANGES: dict[str, Change] = {
     "run.name": to("other"),
     "run.dir": to("elsewhere"),
     "run.seed": to("1"),
     "model.preset": to("llama-1m"),  # of what it holds, BASE leaves tie_embeddings and init_std to it
+    "model.init_from": between("inputs/weights-a", "inputs/weights-b"),
     "model.vocab_size": between("300", "320"),
     "model.n_layers": to("1"),
     "model.d_model": to("32"),
@@ -55,14 +74,48 @@ CHANGES: dict[str, Change] = {
     "model.norm": Change(ALL),
     "model.norm_eps": to("1e-2"),
     "model.norm_bias": Change(ALL),
+    "model.norm_unit_offset": Change(ALL),  # the weights start elsewhere
+    "model.norm_placement": Change(ALL),
     "model.final_norm": Change(ALL),
     "model.activation": Change(ALL),
+    "model.activation_limit": between("7", "1e-3", needs=("model.activation=swiglu_clamped",)),
     "model.position": Change(ALL),
     "model.rope_theta": to("10"),
+    "model.rope_theta_local": between("10000", "10", needs=("model.attention_window=8",)),
+    "model.rope_scaling": between("null", "{kind: linear, factor: 2}"),
+    **{
+        f"model.rope_scaling.{key}": between(first, second, needs=(f"model.rope_scaling={section}",))
+        for section, keys in ROPE_SCALING.items()
+        for key, (first, second) in keys.items()
+    },
+    "model.rope_fraction": to("0.5"),
+    "model.relative_clip": to("3", "model.position=relative"),
+    "model.scale_embedding": Change(ALL),
     "model.tie_embeddings": Change(ALL),
     "model.attention_bias": Change(ALL),
+    "model.attention_out_bias": between("true", "false"),
+    "model.attention_scale": between("1", "2"),
+    "model.attention_softcap": between("1", "2"),
+    "model.attention_sinks": Change(ALL),
+    "model.attention_window": between("null", "4", "8"),
+    "model.attention_global_every": between("null", "2", needs=("model.attention_window=4",)),
     "model.mlp_bias": Change(ALL),
     "model.qk_norm": Change(ALL),
+    "model.logit_softcap": between("null", "1"),
+    "model.moe": between("null", "{}"),
+    "model.moe.n_experts": between("4", "8", needs=MOE),
+    "model.moe.top_k": between("2", "3", needs=MOE),
+    "model.moe.d_ff": between("16", "24", needs=MOE),
+    "model.moe.router": Change(ALL, MOE),
+    "model.moe.router_bias": Change(ALL, MOE),
+    "model.moe.selection_bias": Change(ALL, MOE),
+    "model.moe.normalize": Change(ALL, MOE),
+    "model.moe.routed_scale": between("1", "2", needs=MOE),
+    "model.moe.n_shared_experts": between("0", "1", needs=MOE),
+    "model.moe.n_dense_layers": between("0", "1", needs=MOE),
+    "model.moe.capacity_factor": between("null", "0.5", needs=MOE),
+    "model.moe.aux_loss_coef": between("0", "0.1", needs=MOE),
+    "model.moe.z_loss_coef": between("0", "0.1", needs=MOE),
     "model.init_std": to("0.1"),
     "data.corpus": to("inputs/other.jsonl"),
     "data.text_field": to("title"),
@@ -96,8 +149,8 @@ CHANGES: dict[str, Change] = {
     "optim.momentum": between("0.9", "0.5", needs=("optim.name=sgd",)),
     "optim.nesterov": Change(ALL, ("optim.name=sgd",)),
     "optim.alpha": between("0.99", "0.9", needs=("optim.name=rmsprop",)),
-    **{f"optim.roles.{role}.lr_scale": to("0.5") for role in typing.get_args(Role)},
-    **{f"optim.roles.{role}.weight_decay": between("0.1", "0.5") for role in typing.get_args(Role)},
+    **{f"optim.roles.{role}.lr_scale": between("1", "0.5", needs=MOE) for role in typing.get_args(Role)},
+    **{f"optim.roles.{role}.weight_decay": between("0.1", "0.5", needs=MOE) for role in typing.get_args(Role)},
     # From the second of four steps on, all shapes differ.
     "schedule.name": Change(ALL, ("schedule.warmup_steps=1", "train.steps=4")),
     "schedule.warmup_steps": to("2"),

@@ -60,7 +60,7 @@ def operations_per_token(config: ModelConfig, seq_len: int, kind: str, every: in
 def test_operations_are_those_of_the_formula(tokens_BT: Tensor, kind: str, every: int, keys: dict[str, Any]) -> None:
     model = model_of(kind, every, **keys)
     with Operations(VOCAB) as operations:
-        model(tokens_BT, tokens_BT).backward()
+        model(tokens_BT, tokens_BT).cross_entropy.backward()
     assert operations.total == B * T * operations_per_token(model.config, T, kind, every)
 
 
@@ -70,7 +70,7 @@ def test_what_the_modes_cost(tokens_BT: Tensor) -> None:
     def measure(kind: str, every: int, backward: bool = True) -> int:
         model = model_of(kind, every)
         with Operations(VOCAB) as operations, torch.set_grad_enabled(backward):
-            loss = model(tokens_BT, tokens_BT)
+            loss = model(tokens_BT, tokens_BT).cross_entropy
             if backward:
                 loss.backward()
         return operations.total
@@ -88,17 +88,17 @@ def test_selective_with_the_math_fallback(tokens_BT: Tensor) -> None:
     """Attention without a fused kernel: the values' product is kept, the square of scores is made again."""
     model = model_of("selective", 1)
     with sdpa_kernel(SDPBackend.MATH), Operations(VOCAB) as operations:
-        model(tokens_BT, tokens_BT).backward()
+        model(tokens_BT, tokens_BT).cross_entropy.backward()
     scores = model.config.n_layers * 2 * HEADS * K * T
     assert operations.total == B * T * (operations_per_token(model.config, T, "selective", 1) + scores)
 
 
 def memory_of(model: Transformer, tokens_BT: Tensor) -> tuple[int, int]:
     """Bytes alive after the forward pass, and how much more there is at the backward pass's peak."""
-    model(tokens_BT, tokens_BT).backward()  # gradients exist from here on
+    model(tokens_BT, tokens_BT).cross_entropy.backward()  # gradients exist from here on
     known = [tokens_BT, *model.parameters(), *(p.grad for p in model.parameters() if p.grad is not None)]
     with Alive(known) as alive:
-        loss = model(tokens_BT, tokens_BT)
+        loss = model(tokens_BT, tokens_BT).cross_entropy
         kept = alive.bytes()
         alive.peak = 0
         loss.backward()
@@ -185,7 +185,7 @@ def test_every_mode_gives_the_same_bits(gang: Gang, corpus: Path, world: int, ke
 def test_every_beyond_the_last_block_leaves_the_first(tokens_BT: Tensor) -> None:
     model = model_of("full", 99)
     with Operations(VOCAB) as operations:
-        model(tokens_BT, tokens_BT).backward()
+        model(tokens_BT, tokens_BT).cross_entropy.backward()
     assert operations.total == B * T * operations_per_token(model.config, T, "full", 4)
 
 

@@ -47,7 +47,7 @@ def one_by_one(model: Transformer, seq_len: int) -> float:
     for document in documents():
         for start in range(0, len(document) - 1, seq_len):
             piece = torch.tensor([document[start : start + seq_len + 1]])
-            total += float(model(piece[:, :-1], piece[:, 1:]))
+            total += float(model(piece[:, :-1], piece[:, 1:]).cross_entropy)
     return total
 
 
@@ -59,7 +59,7 @@ def test_packed_documents_cost_what_they_cost_alone(tokens: TokenFile, model: Tr
     micros = list(micro_batches(batch, size, CPU))
     assert len(micros) == -(-len(rows) // size)
     with torch.no_grad():
-        loss = sum(float(model(*micro)) for micro in micros)
+        loss = sum(float(model(*micro).cross_entropy) for micro in micros)
     assert batch.mask.sum() == sum(n - 1 for n in LENGTHS)
     assert loss == pytest.approx(one_by_one(model, 16), rel=1e-12)
 
@@ -78,5 +78,5 @@ def test_without_the_mask_the_model_is_told_of_no_documents(
     if packing == "best_fit":  # whose documents see one another then
         whole = Rows(tokens, 16, packing, EOS)
         with torch.no_grad():
-            loss = float(model(*next(micro_batches(whole.take(np.arange(len(whole))), 100, CPU))))
+            loss = float(model(*next(micro_batches(whole.take(np.arange(len(whole))), 100, CPU))).cross_entropy)
         assert abs(loss - one_by_one(model, 16)) > 0.1

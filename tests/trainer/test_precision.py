@@ -22,7 +22,7 @@ from tests.gang import Gang
 from tests.runs import TINY, losses_and_norms, read_state, relative_difference, started, train_worker
 from tests.watch import Watch
 from trainer.config import load_config
-from trainer.generate import generate
+from trainer.generate import Settings, generate
 from trainer.manifest import fingerprint
 from trainer.metrics import Reporter
 from trainer.rundir import RunDirectory
@@ -156,7 +156,7 @@ def accumulation_errors(arguments: list[str]) -> dict[str, float]:
 
         def accumulate(factors: list[float]) -> dict[str, Tensor]:
             for i, factor in enumerate(factors):
-                here.engine.micro_backward(here.engine.model(*micro) * factor, last=i == len(factors) - 1)
+                here.engine.micro_backward(here.engine.model(*micro).cross_entropy * factor, last=i == len(factors) - 1)
             gradients = {name: local(gradient) for name, gradient in here.engine.gradients().items()}
             here.engine.optimizer.zero_grad()
             return gradients
@@ -377,7 +377,7 @@ def test_checkpoints_of_another_precision_or_age_start_with_a_fresh_scale(
     half = run("fp16", "train.steps=4", "train.precision=fp16", f"checkpoint.resume={source}")
     assert [row["loss_scale"] for row in logged(half)] == [65536.0] * 2
     assert "eval_loss" in half.read_metrics()[-1]
-    assert isinstance(generate(half.checkpoint(4), "def", 4, 0.0, None, 0), str)
+    assert generate(half.checkpoint(4), ["def"], Settings(4, 0.0, None, 0))[0].finish
     brain = run("bf16", "train.steps=5", "train.precision=bf16", f"checkpoint.resume={half.checkpoint(4)}")
     assert "loss_scale" not in logged(brain)[0]
 

@@ -26,7 +26,10 @@ def memory_needed(model: ModelConfig, layout: Layout, ranks_here: int) -> int:
     parameters = parameter_counts(model)["total"]
     stages = layout.stages or (layout,)
     tokens = max(stage.micro_batch_size * stage.seq_len for stage in stages)
-    width = 16 * model.d_model + 4 * model.d_ff
+    hidden = model.d_ff
+    if (moe := model.moe) is not None:
+        hidden = max(hidden, (moe.top_k + moe.n_shared_experts) * model.d_ff_expert)
+    width = 16 * model.d_model + 4 * hidden
     activations = tokens * (4 * model.n_layers * width + 4 * 4 * model.vocab)
     return (
         _REFERENCE * parameters
@@ -75,6 +78,9 @@ def _smaller(model: ModelConfig, fits: Callable[[ModelConfig], bool]) -> ModelCo
         else:
             return None
         tree = model.model_dump() | {"n_layers": layers, "d_model": width, "d_ff": hidden, "head_dim": head}
+        if model.moe is not None:
+            dense = min(model.moe.n_dense_layers, layers - 1)
+            tree["moe"] |= {"d_ff": max(1, model.d_ff_expert * hidden // model.d_ff), "n_dense_layers": dense}
         candidate = ModelConfig.model_validate(tree)
         if fits(candidate):
             return candidate

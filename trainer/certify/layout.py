@@ -97,8 +97,9 @@ def certify_layout(
 
 
 def _compare_gradients(engine: Engine, reference: Reference | None, findings: Findings, step: int) -> None:
-    gradients, scale = engine.gradients(), engine.loss_scale
-    for name, weight in weights(engine).items():
+    gradients, scale, live = engine.gradients(), engine.loss_scale, weights(engine)
+    for name, _ in engine.model.named_parameters():
+        weight = live[name]
         theirs = whole(gradients[name] if name in gradients else torch.zeros_like(weight)) / scale
         if reference is not None:
             findings.add("gradient", name, step, reference.difference_of_gradient(name, theirs))

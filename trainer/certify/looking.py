@@ -31,7 +31,7 @@ def looked_at(engine: Engine, look: Callable[[], None]) -> Iterator[None]:
 
 
 def weights(engine: Engine) -> dict[str, Tensor]:
-    """An engine's live weights by parameter name."""
+    """An engine's live weights and buffers by name."""
     return {
         key.removeprefix("model."): tensor for key, tensor in engine.state_dict().items() if key.startswith("model.")
     }

@@ -45,6 +45,7 @@ class Reference:
             model = Transformer(model_config)
         self._model = model.to_empty(device=device)
         self.weights: dict[str, Tensor] = dict(self._model.named_parameters())
+        self._state = self.weights | {name: buffer.zero_() for name, buffer in self._model.named_buffers()}
         for name, init in self._model.initial_values().items():
             weight = self.weights[name].detach()
             if init.kind == "normal":
@@ -94,9 +95,14 @@ class Reference:
             apart = {}  # the documents of each row, where they are kept apart
             if batch.documents is not None:
                 apart["documents_BT"] = torch.from_numpy(batch.documents[start : start + size]).to(self._device)
-            logits_BTV = functional_call(self._model, rounded, (tokens,), apart)
-            loss = F.cross_entropy(logits_BTV[mask], targets[mask], reduction="sum")
-            (loss / n_valid * self._loss_scale).backward()
+            if (moe := self._config.model.moe) is None:
+                logits_BTV = functional_call(self._model, rounded, (tokens,), apart)
+                loss = F.cross_entropy(logits_BTV[mask], targets[mask], reduction="sum")
+                balance = 0.0
+            else:  # routing comes with the model's own loss, and a second forward would round on its own
+                loss, routing = functional_call(self._model, rounded, (tokens, targets, mask), apart)
+                balance = (moe.aux_loss_coef * routing.balance + moe.z_loss_coef * routing.z) / len(batch.tokens)
+            ((loss / n_valid + balance) * self._loss_scale).backward()
             loss_sum += float(loss.detach().double())
         for weight in self.weights.values():
             assert weight.grad is not None
@@ -107,9 +113,9 @@ class Reference:
     def difference_of_weight(self, name: str, theirs: Tensor) -> float:
         """Difference of another run's weight from this one's, relative to the last update; that weight is taken over.
 
-        Before the first update it is relative to the weight itself.
+        Before the first update it is relative to the weight itself. Buffers are weights in this.
         """
-        weight = self.weights[name].detach()
+        weight = self._state[name].detach()
         size = weight - self._before[name] if self._before else weight
         difference = _relative_norm(theirs - weight, size, SMALL * self._update_norm)
         weight.copy_(theirs)
@@ -129,7 +135,7 @@ class Reference:
 
     def update(self, step: int) -> bool:
         """Clip and update, unless a gradient is not finite, which ends in False and the weights as they were."""
-        self._before = {name: weight.detach().clone() for name, weight in self.weights.items()}
+        self._before = {name: weight.detach().clone() for name, weight in self._state.items()}
         norm, clip = self._gradient_norm(), self._config.train.grad_clip
         finite = math.isfinite(norm)
         if finite:
