@@ -82,8 +82,8 @@ class ModelConfig(Config):
     )
     init_from: str | None = Field(
         None,
-        description="Folder (a Hugging Face folder, a run or a checkpoint) whose architecture is used for every key that "
-        "is not given here, and whose weights a new run starts from; null: initial weights are drawn.",
+        description="Folder (a Hugging Face folder, a run or a checkpoint) whose architecture is used for every key "
+        "that is not given here, and whose weights a new run starts from; null: initial weights are drawn.",
     )
     vocab_size: int | None = Field(
         None, gt=0, description="Rows of the embedding; left out, it is the size of the tokenizer's vocabulary."

@@ -226,4 +226,8 @@ def _varlen_attn() -> Any:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return None
-    return varlen_attn if {"window_size", "enable_gqa", "scale"} <= inspect.signature(varlen_attn).parameters.keys() else None
+    return (
+        varlen_attn
+        if {"window_size", "enable_gqa", "scale"} <= inspect.signature(varlen_attn).parameters.keys()
+        else None
+    )

@@ -25,7 +25,8 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 class Norm(nn.Module):
     """RMSNorm (Zhang and Sennrich 2019, eq. 4) or LayerNorm (Ba et al. 2016, eq. 4) over the last dimension.
 
-    With `unit_offset` the gain is `1 + weight` (Gemma Team 2024). Computes in `compute_dtype` whatever the parameters' type, and returns the input's type.
+    With `unit_offset` the gain is `1 + weight` (Gemma Team 2024). Computes in `compute_dtype` whatever the parameters'
+    type, and returns the input's type.
     """
 
     def __init__(

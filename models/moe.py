@@ -7,6 +7,8 @@ residual stream, E expert, F hidden width of an expert.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -68,25 +70,17 @@ class Experts(nn.Module):
         return grouped_mm(activate(self.config, up_MF, gate_MF), self.w_down, ends_E, self.down_bias, whole)
 
 
-def dispatch(
-    experts: Experts, x_ND: Tensor, chosen_NK: Tensor, weights_NK: Tensor, n_experts: int, whole: bool
-) -> Tensor:
-    """The weighted sum of what the chosen experts make of each token, in the type of the weights.
+def here(experts: Experts, x_MD: Tensor, ends_E: Tensor, whole: bool) -> Callable[[], Tensor]:
+    """Bring rows to their experts, and what these make of them back: here all experts are on this device.
 
-    This one finds all experts on its own device. `MoE.dispatch` can be another that takes tokens to them.
+    `MoE.carry` can be another one that takes them further. It starts them on their way, and gives what waits for them.
 
     Args:
-        chosen_NK: int64 numbers of experts; `n_experts` for a choice that goes nowhere and adds nothing.
-        whole: that no choice is of that kind.
+        x_MD: rows sorted by expert.
+        ends_E: int32, where each expert's rows end. What lies behind the last is nobody's, and comes back as zeros.
+        whole: that nothing lies there.
     """
-    sorted_M, order_M = chosen_NK.flatten().sort(stable=True)
-    ends_E = torch.searchsorted(sorted_M, torch.arange(n_experts, device=x_ND.device), right=True, out_int32=True)
-    places_M = torch.arange(chosen_NK.numel(), device=x_ND.device)
-    back_M = torch.zeros_like(places_M).scatter(0, order_M, places_M)
-    k = chosen_NK.shape[1]
-    y_MD = experts(_Take.apply(x_ND, order_M // k, back_M, k), ends_E, whole)
-    y_NKD = _Take.apply(y_MD, back_M, order_M, 1).unflatten(0, chosen_NK.shape)
-    return (y_NKD * weights_NK[..., None]).sum(1)
+    return partial(experts, x_MD, ends_E, whole)
 
 
 class _Take(torch.autograd.Function):
@@ -128,7 +122,7 @@ class MoE(nn.Module):
         self.shared = MLP(config, shared * config.d_ff_expert) if shared else None
         if self.moe.selection_bias:
             self.register_buffer("selection_bias", torch.zeros(self.moe.n_experts, dtype=torch.float32))
-        self.dispatch = dispatch
+        self.carry = here
 
     def forward(self, x_BTD: Tensor, counted_BT: Tensor | None = None, drop: bool = True) -> tuple[Tensor, Routing]:
         """The layer's output in x's type, and what the router did.
@@ -150,12 +144,28 @@ class MoE(nn.Module):
             dropped = (counted_BT[..., None] & ~kept_BTK).sum()
             chosen_BTK = chosen_BTK.where(kept_BTK, self.moe.n_experts)
         x_ND, chosen_NK, weights_NK = (t.flatten(0, 1) for t in (x_BTD, chosen_BTK, weights_BTK))
-        y_ND = self.dispatch(self.experts, x_ND, chosen_NK, weights_NK, self.moe.n_experts, whole=not limited)
-        y_BTD = y_ND.to(x_BTD.dtype).view_as(x_BTD)
-        if self.shared is not None:
-            y_BTD = y_BTD + self.shared(x_BTD)
+        y_BTD = self.mix(x_ND, chosen_NK, weights_NK, whole=not limited).view_as(x_BTD)
         balance, z = balance_loss(scores_BTE, counts_BE, counted_BT), z_loss(logits_BTE, counted_BT)
         return y_BTD, Routing(balance, z, counts_BE.sum(0), dropped)
+
+    def mix(self, x_ND: Tensor, chosen_NK: Tensor, weights_NK: Tensor, whole: bool) -> Tensor:
+        """What the chosen experts make of each token, weighted and added up in the weights' type; and the shared ones.
+
+        Args:
+            chosen_NK: int64 numbers of experts; E for a choice that goes nowhere and adds nothing.
+            whole: that no choice is of that kind.
+        """
+        sorted_M, order_M = chosen_NK.flatten().sort(stable=True)
+        experts_E = torch.arange(self.moe.n_experts, device=x_ND.device)
+        ends_E = torch.searchsorted(sorted_M, experts_E, right=True, out_int32=True)
+        places_M = torch.arange(chosen_NK.numel(), device=x_ND.device)
+        back_M = torch.zeros_like(places_M).scatter(0, order_M, places_M)
+        k = chosen_NK.shape[1]
+        arrival = self.carry(self.experts, _Take.apply(x_ND, order_M // k, back_M, k), ends_E, whole)
+        shared_ND = None if self.shared is None else self.shared(x_ND)  # while they travel
+        y_NKD = _Take.apply(arrival(), back_M, order_M, 1).unflatten(0, chosen_NK.shape)
+        y_ND = (y_NKD * weights_NK[..., None]).sum(1).to(x_ND.dtype)
+        return y_ND if shared_ND is None else y_ND + shared_ND
 
     def _score(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
         """Logits and scores, in fp32 or wider whatever comes in (Fedus et al. 2022, 2.4)."""

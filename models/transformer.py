@@ -44,7 +44,8 @@ class Losses(NamedTuple):
 class Block(nn.Module):
     """Attention and MLP (or experts), each f in a residual branch: `x + f(norm(x))` (Xiong et al. 2020, pre-LN).
 
-    Or, by `norm_placement`, `norm(x + f(x))` (Vaswani et al. 2017, post-LN), or `x + norm(f(norm(x)))` (Gemma Team 2024).
+    Or, by `norm_placement`, `norm(x + f(x))` (Vaswani et al. 2017, post-LN) or `x + norm(f(norm(x)))` (Gemma Team
+    2024).
     """
 
     def __init__(self, config: ModelConfig, layer: int) -> None:

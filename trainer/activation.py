@@ -57,7 +57,9 @@ def _hidden_widths(config: ModelConfig) -> frozenset[int]:
     return frozenset({config.d_ff, shared} - {0})
 
 
-def selective_policy(hidden: frozenset[int], context: object, operator: object, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def selective_policy(
+    hidden: frozenset[int], context: object, operator: object, *args: Any, **kwargs: Any
+) -> CheckpointPolicy:
     """Whether an operator's output is kept under `selective`; what torch asks while it runs or traces a block.
 
     Products are told apart by their widths: one that touches a `hidden` width is an MLP's; those of experts are another

@@ -35,7 +35,7 @@ class Load:
     def row(self, runtime: Runtime, n_rows: int) -> dict[str, float]:
         """Entries of metrics.jsonl for a global batch of `n_rows`, the same on every rank; none for a dense model.
 
-        - `aux_loss`, `z_loss`: means over rows and layers, before their coefficients; an even load has an aux_loss of 1.
+        - `aux_loss`, `z_loss`: means over rows and layers, before coefficients; an even load has an aux_loss of 1.
         - `expert_load_max`, `expert_load_min`: of the layer where it is worst, the largest and smallest load of an
           expert over the mean load.
         - `dropped_fraction`: of all assignments of tokens to experts.

@@ -29,7 +29,7 @@ def logits(weights: dict[str, Tensor], config: ModelConfig, tokens: list[int]) -
         window = config.window_of(layer)
         for kind in ("attention", "mlp"):
 
-            def f(x: Tensor, kind: str = kind) -> Tensor:
+            def f(x: Tensor, kind: str = kind, window: int | None = window) -> Tensor:
                 return attention(x, of, config, window) if kind == "attention" else mlp(x, of)
 
             if config.norm_placement == "post":  # Vaswani et al. 2017: LayerNorm(x + Sublayer(x))

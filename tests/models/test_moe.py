@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from models.config import ModelConfig
-from models.moe import Experts, MoE, Routing, balance_loss, dispatch
+from models.moe import MoE, Routing, balance_loss
 from models.transformer import Transformer
 from tests.models import moe_reference
 from trainer.activation import checkpoint_blocks
@@ -72,12 +72,12 @@ def sent(layer: MoE) -> list[list[list[int]]]:
     """A list that gets the experts of every token in every forward; E: dropped."""
     seen: list[list[list[int]]] = []
 
-    def spy(experts: Experts, x_ND: Tensor, chosen_NK: Tensor, *others: Any, whole: bool) -> Tensor:
+    def spy(x_ND: Tensor, chosen_NK: Tensor, weights_NK: Tensor, whole: bool) -> Tensor:
         assert not whole or int(chosen_NK.max()) < layer.moe.n_experts
         seen.append(chosen_NK.tolist())
-        return dispatch(experts, x_ND, chosen_NK, *others, whole=whole)
+        return MoE.mix(layer, x_ND, chosen_NK, weights_NK, whole=whole)
 
-    layer.dispatch = spy  # type: ignore[assignment]
+    layer.mix = spy  # type: ignore[method-assign]
     return seen
 
 

@@ -59,9 +59,13 @@ def test_the_rest_of_a_head_is_not_rotated() -> None:
 
 
 def test_blocks_with_a_window_may_have_a_base_of_their_own() -> None:
-    config = heads(8, attention_window=4, rope_theta=1e6, rope_theta_local=1e4, rope_scaling={"kind": "linear", "factor": 8})
+    config = heads(
+        8, attention_window=4, rope_theta=1e6, rope_theta_local=1e4, rope_scaling={"kind": "linear", "factor": 8}
+    )
     places = torch.arange(5)
-    assert torch.equal(rope_table(config, places, torch.float64, local=True), rope_table(heads(8), places, torch.float64))
+    assert torch.equal(
+        rope_table(config, places, torch.float64, local=True), rope_table(heads(8), places, torch.float64)
+    )
     scaled = rope_table(config, 8 * places, torch.float64)
     torch.testing.assert_close(scaled, rope_table(heads(8, rope_theta=1e6), places, torch.float64))
     alike = heads(8, attention_window=4)
