@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 from pathlib import Path
@@ -24,6 +23,8 @@ tokenizer_app = typer.Typer(no_args_is_help=True, help="Make tokenizers.")
 app.add_typer(tokenizer_app, name="tokenizer")
 data_app = typer.Typer(no_args_is_help=True, help="Look at dataset folders.")
 app.add_typer(data_app, name="data")
+checkpoint_app = typer.Typer(no_args_is_help=True, help="Checkpoints as Hugging Face folders, and back.")
+app.add_typer(checkpoint_app, name="checkpoint")
 
 # Arguments and options that several commands have.
 ConfigFile = Annotated[str, typer.Argument(metavar="CONFIG", help="YAML config, for example configs/quickstart.yaml.")]
@@ -93,7 +94,9 @@ def generate(
     checkpoint: Annotated[
         Path, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="Run directory or checkpoint folder.")
     ],
-    prompt: Annotated[str, typer.Option(help="Text to continue.")] = "",
+    prompt: Annotated[
+        list[str] | None, typer.Option(metavar="TEXT", help="Text to continue. May be given several times.")
+    ] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="New tokens at most.")] = 100,
     temperature: Annotated[float, typer.Option(min=0.0, help="Divides the logits; 0: the likeliest token.")] = 0.8,
     top_k: Annotated[int, typer.Option(min=0, help="Sample among this many likeliest tokens; 0: all.")] = 50,
@@ -103,25 +106,20 @@ def generate(
             help="Sample among the fewest likeliest tokens whose probability reaches this, after top-k; 1: all."
         ),
     ] = 1.0,
-    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the sampling.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**63 - 1, help="Seed of the sampling; the second prompt has the next one.")
+    ] = 0,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TEXT", help="End before this text in a continuation. May be given several times."),
+    ] = None,
+    json_file: JsonFile = None,
 ) -> None:
-    """Continue a text with a trained model."""
+    """Continue texts with a trained model, each as if it were alone."""
     with user_errors():
-        from common.errors import UserError
-        from trainer.rundir import find_checkpoint
+        from launch.generate import run_generate
 
-        if any("\ud800" <= c <= "\udfff" for c in prompt):
-            raise UserError("--prompt is not UTF-8 text; encode it as UTF-8")
-        # The bounds of typer's options are closed and let "nan" through.
-        if not 0.0 < top_p <= 1.0:
-            raise UserError(f"--top-p must be above 0 and at most 1, got {top_p}; 1 leaves every token in")
-        if not math.isfinite(temperature):
-            raise UserError(f"--temperature must be a finite number, got {temperature}; 1 leaves the model's own")
-        folder = find_checkpoint(checkpoint)
-
-        from trainer.generate import generate as continue_text
-
-        print(continue_text(folder, prompt, max_tokens, temperature, top_k or None, seed, top_p))
+        run_generate(checkpoint, prompt or [""], max_tokens, temperature, top_k, top_p, seed, stop or [], json_file)
 
 
 @tokenizer_app.callback()
@@ -231,6 +229,41 @@ def verify_data(
         from launch.data import run_verify
 
         run_verify(folder, workers, json_file)
+
+
+@checkpoint_app.command("export")
+def export_checkpoint(
+    checkpoint: Annotated[
+        Path, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="Run directory or checkpoint folder.")
+    ],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder to make.")],
+    to: Annotated[str, typer.Option(metavar="hf", help="What to make: hf, a folder that transformers reads.")] = "hf",
+    dtype: Annotated[str, typer.Option(help="Type of the weights: fp32, bf16 or fp16.")] = "fp32",
+    max_shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Most bytes of weights in a file.")] = "5GB",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List files and sizes, and write nothing.")] = False,
+    json_file: JsonFile = None,
+) -> None:
+    """Write a model as a Hugging Face folder: config, tokenizer, safetensors."""
+    with user_errors():
+        from launch.checkpoint import Request, run_export
+
+        run_export(Request(checkpoint, to, out, dtype, max_shard_size, dry_run, json_file))
+
+
+@checkpoint_app.command("import")
+def import_checkpoint(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Hugging Face folder.")],
+    out: Annotated[Path, typer.Option(metavar="CHECKPOINT", help="Checkpoint folder to make.")],
+    eos: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Token that ends a document, where the folder does not tell.")
+    ] = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Write a Hugging Face folder as a checkpoint of weights, to generate from, or to train on with model.init_from."""
+    with user_errors():
+        from launch.checkpoint import run_import
+
+        run_import(folder, out, eos, json_file)
 
 
 def run() -> None:

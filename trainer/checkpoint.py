@@ -29,10 +29,10 @@ from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 
 from common.errors import UserError
-from common.files import atomic_write, hash_file, sync_directory
+from common.files import atomic_write
 from trainer.engines.base import Engine
-from trainer.manifest import FORMAT_VERSION, MANIFEST, STATE, damaged_files, fingerprint, refuse_damaged
-from trainer.rundir import COMMIT, RunDirectory
+from trainer.manifest import FORMAT_VERSION, STATE, TOKENIZER, commit, damaged_files, fingerprint, refuse_damaged
+from trainer.rundir import RunDirectory
 from trainer.runtime import Runtime
 
 # A save that needs ranks which are gone does not end; one that does not need them has this long to be committed.
@@ -121,7 +121,7 @@ class Checkpointer:
         if not self._runtime.is_main:
             return
         atomic_write(folder / STATE, json.dumps({"format": FORMAT_VERSION, **trainer_state}, indent=1))
-        atomic_write(folder / "tokenizer.model", tokenizer.read_bytes())
+        atomic_write(folder / TOKENIZER, tokenizer.read_bytes())
         files = {name: entry for part in gathered for name, entry in part.items()}
         if unseen := [name for name in files if not (folder / name).is_file()]:
             raise OSError(
@@ -129,11 +129,8 @@ class Checkpointer:
                 f"{unseen[0]} was written by another rank and is not to be seen by rank 0 (run.dir must lie on a file "
                 f"system that all ranks share)",
             )
-        files |= {name: fingerprint(folder / name) for name in (STATE, "tokenizer.model")}
-        manifest = {"format": FORMAT_VERSION, "files": dict(sorted(files.items()))}
-        atomic_write(folder / MANIFEST, json.dumps(manifest, indent=1))
-        atomic_write(folder / COMMIT, hash_file(folder / MANIFEST) + "\n")
-        sync_directory(folder.parent)
+        files |= {name: fingerprint(folder / name) for name in (STATE, TOKENIZER)}
+        commit(folder, files)
         self._run.prune(self._keep)
 
 
@@ -145,21 +142,27 @@ def _file_system_refusal(error: BaseException) -> OSError | None:
     return None
 
 
-def load_engine(folder: Path, engine: Engine, runtime: Runtime) -> None:
-    """Load weights and optimizer state into an engine, whatever layout wrote them. Ranks share the check of files."""
+def load_engine(folder: Path, engine: Engine, runtime: Runtime, weights_only: bool = False) -> None:
+    """Load weights and optimizer state into an engine, whatever layout wrote them. Ranks share the check of files.
+
+    With `weights_only` the optimizer's state stays as it is, and the checkpoint need not have any.
+    """
     damaged = damaged_files(folder, runtime.rank, runtime.world_size)
     reports: list[Any] = [None] * runtime.world_size
     dist.all_gather_object(reports, damaged)
     refuse_damaged(folder, [name for report in reports for name in report])
     state = engine.state_dict()
-    _load(folder, state, no_dist=False)
+    if weights_only:
+        state = {name: tensor for name, tensor in state.items() if name.startswith("model.")}
+    _load(folder, state, no_dist=False, partial=weights_only)
     engine.load_state_dict(state)
 
 
 def load_weights(folder: Path, model: torch.nn.Module) -> None:
     """Load a checkpoint's weights into a plain model in this process, without a process group."""
     refuse_damaged(folder, damaged_files(folder))
-    state = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    state = {f"model.{name}": tensor.detach() for name, tensor in tensors.items()}
     _load(folder, state, no_dist=True, partial=True)
 
 

@@ -167,6 +167,16 @@ class TrainingConfig(Config):
     )
     _plan: tuple[Stage, ...] = PrivateAttr(())
 
+    @model_validator(mode="before")
+    @classmethod
+    def _take_architecture(cls, given: Any) -> Any:
+        model = given.get("model") if isinstance(given, dict) else None
+        if not isinstance(model, dict) or not isinstance(model.get("init_from"), str):
+            return given
+        from trainer.exchange.initial import lay_architecture_under  # which reads run directories, and so this module
+
+        return {**given, "model": lay_architecture_under(model)}
+
     @model_validator(mode="after")
     def _check(self) -> TrainingConfig:
         if self.data.seq_len > self.model.max_seq_len:

@@ -41,13 +41,18 @@ def initialize(parameters: Mapping[str, Tensor], inits: Mapping[str, Init], seed
             local.detach().fill_(1.0 if init.kind == "ones" else 0.0)
 
 
+def local_box(parameter: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape of this rank's part of a parameter, plain or DTensor, and where it begins in the whole."""
+    shape = tuple(parameter.shape)
+    if isinstance(parameter, DTensor):
+        return compute_local_shape_and_global_offset(shape, parameter.device_mesh, parameter.placements)
+    return shape, (0,) * len(shape)
+
+
 def _draw_local(seed: int, name: str, std: float, parameter: Tensor) -> np.ndarray:
     """This rank's part of a normal parameter, float32, in its local shape."""
     shape = tuple(parameter.shape)
-    if isinstance(parameter, DTensor):
-        local_shape, offset = compute_local_shape_and_global_offset(shape, parameter.device_mesh, parameter.placements)
-    else:
-        local_shape, offset = shape, (0,) * len(shape)
+    local_shape, offset = local_box(parameter)
     if math.prod(local_shape) == 0:
         return np.zeros(local_shape, dtype=np.float32)
     row = math.prod(shape[1:])

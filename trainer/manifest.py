@@ -7,17 +7,26 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
-from common.files import hash_file
+from common.files import atomic_write, hash_file, sync_directory
 from trainer.rundir import COMMIT
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 STATE = "trainer.json"
+TOKENIZER = "tokenizer.model"  # whatever its kind
 
 
 def fingerprint(path: Path) -> dict[str, Any]:
     """A file's entry in the manifest: size and hash."""
     return {"bytes": path.stat().st_size, "blake2b": hash_file(path)}
+
+
+def commit(folder: Path, files: dict[str, Any]) -> None:
+    """Make a checkpoint exist: write its manifest, with an entry for each of its files, and then COMMIT."""
+    manifest = {"format": FORMAT_VERSION, "files": dict(sorted(files.items()))}
+    atomic_write(folder / MANIFEST, json.dumps(manifest, indent=1))
+    atomic_write(folder / COMMIT, hash_file(folder / MANIFEST) + "\n")
+    sync_directory(folder.parent)
 
 
 def damaged_files(folder: Path, part: int = 0, parts: int = 1) -> list[str]:

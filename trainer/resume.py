@@ -13,6 +13,7 @@ from models.config import ModelConfig
 from trainer.checkpoint import load_engine
 from trainer.config import TrainingConfig
 from trainer.engines.base import Engine
+from trainer.exchange.initial import load_folder, open_source
 from trainer.manifest import read_trainer_state
 from trainer.rundata import RunData
 from trainer.rundir import RunDirectory
@@ -46,6 +47,8 @@ def trainer_state(config: TrainingConfig, model: ModelConfig, data: RunData, pro
 def resume(config: TrainingConfig, run: RunDirectory, data: RunData, engine: Engine, runtime: Runtime) -> Progress:
     """Load the run's newest committed checkpoint, or else the one that `checkpoint.resume` names.
 
+    A run that begins has its initial weights, and takes those of `model.init_from` if that is given.
+
     Raises:
         UserError: a checkpoint that is damaged, or of something else; the line says which.
     """
@@ -54,6 +57,8 @@ def resume(config: TrainingConfig, run: RunDirectory, data: RunData, engine: Eng
     dist.broadcast_object_list(choice)
     folder = choice[0]
     if folder is None:
+        if config.model.init_from is not None:
+            _load_initial_weights(config.model.init_from, data, engine, runtime)
         return Progress(0, 0)
     state = read_trainer_state(folder)
     check_fits(folder, state, config, config.model.with_vocab_size(data.vocab_size), data)
@@ -62,3 +67,21 @@ def resume(config: TrainingConfig, run: RunDirectory, data: RunData, engine: Eng
     if runtime.is_main:
         get_logger().info("resumed from %s", folder)
     return Progress(state["step"], state["tokens"])
+
+
+def _load_initial_weights(where: str, data: RunData, engine: Engine, runtime: Runtime) -> None:
+    source = open_source(where)
+    if source.folder is None:
+        load_engine(source.path, engine, runtime, weights_only=True)
+    else:
+        state = engine.state_dict()
+        weights = {name: tensor for name, tensor in state.items() if name.startswith("model.")}
+        load_folder(source.folder, {name.removeprefix("model."): tensor for name, tensor in weights.items()})
+        engine.load_state_dict(state)
+    if runtime.is_main:
+        get_logger().info("initial weights from %s", source.path)
+        theirs = source.tokenizer_hash()
+        if theirs not in (None, data.tokenizer_hash):
+            get_logger().warning(
+                "%s has another tokenizer than this run: its weights know token ids by other meanings", source.path
+            )

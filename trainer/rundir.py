@@ -22,6 +22,7 @@ from trainer.config import TrainingConfig, as_this_version_writes, differences
 # rounding, or only how far the run goes.
 _FREE = (
     "run.dir",
+    "model.init_from",
     "data.cache_dir",
     "train.steps",
     "train.micro_batch_size",

@@ -8,6 +8,7 @@ from typing import Any
 from common.errors import UserError
 from models.config import ModelConfig
 from trainer.config import TrainingConfig, as_this_version_writes, differences
+from trainer.exchange.initial import open_source
 from trainer.manifest import read_trainer_state
 from trainer.rundata import RunData, batches_of
 from trainer.rundir import RunDirectory, find_checkpoint
@@ -45,6 +46,8 @@ def check_start(config: TrainingConfig, run: RunDirectory, data: RunData) -> Non
     model = config.model.with_vocab_size(data.vocab_size)
     if folder := starting_checkpoint(config, run):
         check_fits(folder, read_trainer_state(folder), config, model, data)
+    elif config.model.init_from is not None and (source := open_source(config.model.init_from)).folder is not None:
+        source.folder.tensors()
 
 
 def check_fits(folder: Path, state: dict[str, Any], config: TrainingConfig, model: ModelConfig, data: RunData) -> None:
@@ -53,8 +56,13 @@ def check_fits(folder: Path, state: dict[str, Any], config: TrainingConfig, mode
     Raises:
         UserError: a checkpoint of another architecture, optimizer, tokenizer or corpus; the line says which.
     """
+    if state.get("weights_only"):
+        raise UserError(
+            f"{folder} has weights alone, without the state of an optimizer, so that no run can go on from it; "
+            f"start a new run with model.init_from={folder}"
+        )
     ours, theirs = model.model_dump(mode="json"), as_this_version_writes(ModelConfig, state["model"])
-    changed = [key for key in differences(ours, theirs) if key != "preset"]
+    changed = [key for key in differences(ours, theirs) if key not in ("preset", "init_from")]
     if changed:
         key = changed[0]
         raise UserError(

@@ -54,7 +54,8 @@ def memory_of(kind: str, every: int, n_layers: int) -> tuple[int, int]:
     if kind != "none":
         checkpoint_blocks(model, kind, every)  # type: ignore[arg-type]
     tokens_BT = torch.randint(0, 64, (B, T), device="cuda")
-    model(tokens_BT, tokens_BT).cross_entropy.backward()  # gradients exist from here on, and so do the libraries' work spaces
+    # Gradients exist from here on, and so do the libraries' work spaces.
+    model(tokens_BT, tokens_BT).cross_entropy.backward()
     before = requested("current")
     loss = model(tokens_BT, tokens_BT).cross_entropy
     kept = requested("current") - before

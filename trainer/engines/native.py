@@ -43,6 +43,9 @@ class NativeEngine(Engine):
         # FSDP2 swaps full parameters in while a module computes; these are the sharded ones, which live throughout.
         self.parameters: dict[str, Tensor] = dict(model.named_parameters())
         initialize(self.parameters, inits, self._config.run.seed)
+        self.buffers: dict[str, Tensor] = dict(model.named_buffers())
+        for buffer in self.buffers.values():
+            buffer.zero_()
         self.model = model
         self.optimizer = make_optimizer(self.parameters)
 
@@ -84,7 +87,8 @@ class NativeEngine(Engine):
             self.scaler.load_state(state)
 
     def state_dict(self) -> dict[str, Tensor]:
-        return {f"model.{name}": p.detach() for name, p in self.parameters.items()} | {
+        weights = self.parameters | self.buffers
+        return {f"model.{name}": tensor.detach() for name, tensor in weights.items()} | {
             f"optim.{name}": tensor for name, tensor in named_state(self.optimizer).items()
         }
 
