@@ -69,7 +69,7 @@ def main() -> None:
     inputs_BT, targets_BT = tokens_BT[:, :-1].contiguous(), tokens_BT[:, 1:].contiguous()
 
     def our_step() -> Tensor:
-        return ours(inputs_BT, targets_BT) / n
+        return ours(inputs_BT, targets_BT).cross_entropy / n
 
     def their_step() -> Tensor:
         return reference(input_ids=inputs_BT, labels=inputs_BT, shift_labels=targets_BT).loss
