@@ -111,6 +111,8 @@ def test_ctrl_c(corpus: Path, tmp_path: Path, processes: int) -> None:
     """One line, the exit code of an interrupt, no worker left; the committed checkpoint stays."""
     words = tiny(corpus, tmp_path, "--nproc", str(processes), "train.steps=100000", "checkpoint.every=2")
     words += ["eval.batches=0", "log.every=1000"]
+    # A shell's background jobs ignore the signal, and what they start would too.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with subprocess.Popen(
         [str(BIN / "gramian"), *words], env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
