@@ -27,7 +27,9 @@ class Routing(NamedTuple):
     """What a router did, returned and never stored, so that a forward that is run twice counts nothing twice."""
 
     balance: Tensor
-    """Sum over rows of the loss that balances the load; see `balance_loss`. A scalar, fp32 (fp64 in fp64)."""
+    """Sum over rows of the loss that balances the load; see `balance_loss`. A scalar, fp32 (fp64 in fp64).
+
+    Under `aux_loss_over: batch` this rank's part of the loss of a micro-batch."""
     z: Tensor
     """Sum over rows of the mean over counted tokens of `logsumexp(logits)^2` (Zoph et al. 2022, eq. 5)."""
     counts: Tensor
@@ -60,14 +62,18 @@ class Experts(nn.Module):
         self.gate_bias = table(config.gated and config.mlp_bias, e, f)
         self.up_bias = table(config.mlp_bias, e, f)
         self.down_bias = table(config.mlp_bias, e, d)
+        self.held: Callable[[Tensor], Tensor] = lambda parameter: parameter
+        """What of a parameter is on this device: all of it, unless experts are spread over several."""
 
     def forward(self, x_MD: Tensor, ends_E: Tensor, whole: bool = False) -> Tensor:
         """Rows sorted by expert, `ends` where each expert's end; zero for rows of none. See `grouped_mm`."""
-        gate_MF = None
-        if self.w_gate is not None:
-            gate_MF = grouped_mm(x_MD, self.w_gate, ends_E, self.gate_bias, whole)
-        up_MF = grouped_mm(x_MD, self.w_up, ends_E, self.up_bias, whole)
-        return grouped_mm(activate(self.config, up_MF, gate_MF), self.w_down, ends_E, self.down_bias, whole)
+
+        def product(x_M: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+            return grouped_mm(x_M, self.held(w), ends_E, None if bias is None else self.held(bias), whole)
+
+        gate_MF = None if self.w_gate is None else product(x_MD, self.w_gate, self.gate_bias)
+        up_MF = product(x_MD, self.w_up, self.up_bias)
+        return product(activate(self.config, up_MF, gate_MF), self.w_down, self.down_bias)
 
 
 def here(experts: Experts, x_MD: Tensor, ends_E: Tensor, whole: bool) -> Callable[[], Tensor]:
@@ -83,7 +89,7 @@ def here(experts: Experts, x_MD: Tensor, ends_E: Tensor, whole: bool) -> Callabl
     return partial(experts, x_MD, ends_E, whole)
 
 
-class _Take(torch.autograd.Function):
+class Take(torch.autograd.Function):
     """Rows of x in another order, each `k` times. The gradient gathers too, where torch's own would scatter: slowly, or
     in an order that changes from run to run."""
 
@@ -123,6 +129,8 @@ class MoE(nn.Module):
         if self.moe.selection_bias:
             self.register_buffer("selection_bias", torch.zeros(self.moe.n_experts, dtype=torch.float32))
         self.carry = here
+        self.total: Callable[[Tensor], Tensor] = lambda counts: counts
+        """Sums over all ranks that share a micro-batch, which is one unless the trainer knows of more."""
 
     def forward(self, x_BTD: Tensor, counted_BT: Tensor | None = None, drop: bool = True) -> tuple[Tensor, Routing]:
         """The layer's output in x's type, and what the router did.
@@ -145,8 +153,11 @@ class MoE(nn.Module):
             chosen_BTK = chosen_BTK.where(kept_BTK, self.moe.n_experts)
         x_ND, chosen_NK, weights_NK = (t.flatten(0, 1) for t in (x_BTD, chosen_BTK, weights_BTK))
         y_BTD = self.mix(x_ND, chosen_NK, weights_NK, whole=not limited).view_as(x_BTD)
-        balance, z = balance_loss(scores_BTE, counts_BE, counted_BT), z_loss(logits_BTE, counted_BT)
-        return y_BTD, Routing(balance, z, counts_BE.sum(0), dropped)
+        if self.moe.aux_loss_over == "sequence":
+            balance = balance_loss(scores_BTE, counts_BE, counted_BT)
+        else:
+            balance = self._balance_of_batch(scores_BTE, counts_BE, counted_BT)
+        return y_BTD, Routing(balance, z_loss(logits_BTE, counted_BT), counts_BE.sum(0), dropped)
 
     def mix(self, x_ND: Tensor, chosen_NK: Tensor, weights_NK: Tensor, whole: bool) -> Tensor:
         """What the chosen experts make of each token, weighted and added up in the weights' type; and the shared ones.
@@ -161,9 +172,9 @@ class MoE(nn.Module):
         places_M = torch.arange(chosen_NK.numel(), device=x_ND.device)
         back_M = torch.zeros_like(places_M).scatter(0, order_M, places_M)
         k = chosen_NK.shape[1]
-        arrival = self.carry(self.experts, _Take.apply(x_ND, order_M // k, back_M, k), ends_E, whole)
+        arrival = self.carry(self.experts, Take.apply(x_ND, order_M // k, back_M, k), ends_E, whole)
         shared_ND = None if self.shared is None else self.shared(x_ND)  # while they travel
-        y_NKD = _Take.apply(arrival(), back_M, order_M, 1).unflatten(0, chosen_NK.shape)
+        y_NKD = Take.apply(arrival(), back_M, order_M, 1).unflatten(0, chosen_NK.shape)
         y_ND = (y_NKD * weights_NK[..., None]).sum(1).to(x_ND.dtype)
         return y_ND if shared_ND is None else y_ND + shared_ND
 
@@ -184,6 +195,16 @@ class MoE(nn.Module):
         if self.moe.normalize:
             weights_BTK = weights_BTK / (weights_BTK.sum(-1, keepdim=True) + _TINY)
         return chosen_BTK, weights_BTK * self.moe.routed_scale
+
+    def _balance_of_batch(self, scores_BTE: Tensor, counts_BE: Tensor, counted_BT: Tensor) -> Tensor:
+        """`balance_loss` of one row that holds the tokens of all ranks: this rank's part of it, which are to be added.
+
+        Its f are those of all ranks, and of P it is the sum over this rank's tokens divided by the number of all.
+        """
+        sums = self.total(torch.cat([counts_BE.sum(0), counted_BT.sum()[None]]))
+        counts_1E, n_tokens = sums[None, :-1], sums[-1].clamp(min=1)
+        one_row_TE, counted_T = scores_BTE.flatten(0, 1)[None], counted_BT.flatten()[None]
+        return balance_loss(one_row_TE, counts_1E, counted_T) * (counted_T.sum() / n_tokens)
 
     def _within_capacity(self, assigned_BTE: Tensor) -> Tensor:
         """Which assignments an expert still has room for: `ceil(capacity_factor T K / E)` of each row, at least 1.

@@ -209,6 +209,10 @@ class Transformer(nn.Module):
             x_BTD = (x_BTD + take_rows(table_TD, positions_BT)).to(x_BTD.dtype)
         return x_BTD, (None, None)
 
+    def expert_layers(self) -> list[MoE]:
+        """The layers with experts, in order of their blocks."""
+        return [block.moe for block in self.blocks if isinstance(block.moe, MoE)]
+
     def parameter_roles(self) -> dict[str, Role]:
         """Role of every parameter by name, as plain data for the optimizer (rule 6).
 

@@ -32,16 +32,18 @@ _MOMENTS = {
 def parameter_groups(
     parameters: Mapping[str, Tensor], roles: Mapping[str, Mapping[str, Any]], config: OptimConfig
 ) -> list[dict[str, Any]]:
-    """One optimizer group per role that occurs, with its names, learning-rate factor and weight decay.
+    """One optimizer group per role that occurs, and mesh if there are several, with names, lr factor and weight decay.
 
     Raises:
         UserError: a parameter that the model gave no role (rule 6: never guess from the shape).
     """
-    names_of: dict[str, list[str]] = {}
-    for name in parameters:
+    names_of: dict[tuple[str, Any], list[str]] = {}
+    for name, parameter in parameters.items():
         if name not in roles:
             raise UserError(f"parameter '{name}' has no role; the model must declare it in parameter_roles()")
-        names_of.setdefault(roles[name]["role"], []).append(name)
+        # Kernels that update many tensors at once take distributed ones of one mesh.
+        mesh = getattr(parameter, "device_mesh", None)
+        names_of.setdefault((roles[name]["role"], mesh), []).append(name)
     return [
         {
             "params": [parameters[name] for name in names],
@@ -51,7 +53,7 @@ def parameter_groups(
             "lr_scale": config.lr_scale_of(role),
             "weight_decay": config.weight_decay_of(role),
         }
-        for role, names in names_of.items()
+        for (role, _), names in names_of.items()
     ]
 
 

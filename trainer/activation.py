@@ -24,6 +24,8 @@ _ATTENTION = {
     _aten._scaled_dot_product_fused_attention_overrideable.default,
 }
 _VARLEN = "torch_attn._varlen_attn.default"  # within documents, on a GPU; it exists once models/documents.py has asked
+# Tokens on their way to experts and back: in the backward pass they need not travel again.
+_TRAVEL = {"_c10d_functional.all_to_all_single.default", "_c10d_functional.wait_tensor.default"}
 _LINEAR = {_aten.mm.default, _aten.addmm.default}
 
 # Under torch.compile a policy brings a warning of operators that write in place; a block in training has none.
@@ -66,7 +68,7 @@ def selective_policy(
     operator and not kept either. Of the math fallback's two, the one that does not widen is kept, so that the square of
     scores is not. Where a hidden width is also another width of the block, more is computed again than need be.
     """
-    keep = operator in _ATTENTION or str(operator) == _VARLEN
+    keep = operator in _ATTENTION or str(operator) == _VARLEN or str(operator) in _TRAVEL
     if operator in _LINEAR:
         keep = hidden.isdisjoint(args[-1].shape)
     elif operator is _aten.bmm.default:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from models.moe import MoE, here
 from models.transformer import Transformer
 
 _graphs: Counter[bool] = Counter()  # by whether gradients were on
@@ -16,10 +17,12 @@ def compile_blocks(model: Transformer) -> None:
     """Compile the `forward` of each block, in place. Blocks that are alike share one graph.
 
     `fullgraph` makes an error of what would otherwise run uncompiled without a word: operators that cannot be traced,
-    and recompilation without end.
+    and recompilation without end. A block whose experts are spread over ranks is compiled in pieces, between which
+    tokens travel.
     """
     for block in model.blocks:
-        block.forward = torch.compile(block.forward, backend=_inductor, fullgraph=True)
+        whole = not isinstance(block.moe, MoE) or block.moe.carry is here
+        block.forward = torch.compile(block.forward, backend=_inductor, fullgraph=whole)
 
 
 def compiled_graphs(training: bool = True) -> int:

@@ -111,6 +111,9 @@ class ParallelConfig(Config):
         1, ge=1, description="fsdp: number of replicas of the sharded model (HSDP); ddp: leave it at 1."
     )
     dp_shard: int = Field(-1, description="fsdp: ranks that share one copy of the model; -1: all that are left.")
+    ep: int = Field(
+        1, ge=1, description="fsdp: ranks, of those of dp_shard, over which the experts of a layer are spread."
+    )
 
     @model_validator(mode="after")
     def _check(self) -> ParallelConfig:
@@ -120,6 +123,8 @@ class ParallelConfig(Config):
             raise ValueError(
                 "engine ddp replicates over all ranks; remove dp_replicate and dp_shard, or use engine: fsdp"
             )
+        if self.engine == "ddp" and self.ep != 1:
+            raise ValueError("engine ddp replicates experts too; remove ep, or use engine: fsdp")
         return self
 
 
@@ -192,6 +197,25 @@ class TrainingConfig(Config):
                 f"({n_tokens}): some tokens would have no embedding; "
                 f"set model.vocab_size=null to take the tokenizer's"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_experts(self) -> TrainingConfig:
+        moe, ep = self.model.moe, self.parallel.ep
+        if moe is None and ep > 1:
+            raise UserError("'parallel.ep' spreads experts, and the model has none; remove it, or set model.moe")
+        if moe is not None and moe.n_experts % ep:
+            raise UserError(
+                f"'parallel.ep' ({ep}) does not divide the {moe.n_experts} experts of 'model.moe.n_experts'; "
+                f"set parallel.ep to a divisor of it"
+            )
+        if moe is not None and moe.capacity_factor is not None:
+            share = self.data.seq_len * moe.top_k / moe.n_experts
+            if moe.capacity_factor * share < 1:
+                raise UserError(
+                    f"'model.moe.capacity_factor' ({moe.capacity_factor:g}) leaves an expert less than one token of a "
+                    f"row of {self.data.seq_len}; set it to {1 / share:.3g} or more, or data.seq_len to more"
+                )
         return self
 
     @model_validator(mode="after")

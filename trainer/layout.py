@@ -15,6 +15,7 @@ class Layout:
     engine: str
     dp_replicate: int
     dp_shard: int
+    ep: int
     micro_batch_size: int
     accumulation: int
     seq_len: int
@@ -37,8 +38,10 @@ class Layout:
     def describe(self) -> str:
         """The mesh and the batch arithmetic, one line each."""
         ranks = f"{self.world_size} rank{'s' if self.world_size > 1 else ''}"
-        mesh = f"mesh   {self.engine}: {ranks} = dp_replicate {self.dp_replicate} x dp_shard {self.dp_shard}\n"
-        return mesh + "\n".join(layout._describe_batch(ranks) for layout in self.stages or (self,))
+        mesh = f"mesh   {self.engine}: {ranks} = dp_replicate {self.dp_replicate} x dp_shard {self.dp_shard}"
+        if self.ep > 1:
+            mesh += f"; experts: dp_replicate {self.dp_replicate} x efsdp {self.dp_shard // self.ep} x ep {self.ep}"
+        return mesh + "\n" + "\n".join(layout._describe_batch(ranks) for layout in self.stages or (self,))
 
     def _describe_batch(self, ranks: str) -> str:
         return (
@@ -84,6 +87,12 @@ def _plan_stage(config: TrainingConfig, world_size: int) -> Layout:
                 f"'parallel.dp_replicate' ({replicate}) x 'parallel.dp_shard' ({shard}) is {replicate * shard}, "
                 f"but there are {world_size} processes; set parallel.dp_shard=-1, or --nproc {replicate * shard}"
             )
+    if shard % parallel.ep:
+        raise UserError(
+            f"'parallel.ep' ({parallel.ep}) does not divide the {shard} ranks of 'parallel.dp_shard'; "
+            f"choose one of {_divisors(shard)}, or another --nproc"
+        )
+    _check_experts(config, shard // parallel.ep)
     if train.global_batch_size % world_size:
         fitting = _round_up(train.global_batch_size, world_size * train.micro_batch_size)
         raise UserError(
@@ -102,10 +111,24 @@ def _plan_stage(config: TrainingConfig, world_size: int) -> Layout:
         engine=parallel.engine,
         dp_replicate=replicate,
         dp_shard=shard,
+        ep=parallel.ep,
         micro_batch_size=train.micro_batch_size,
         accumulation=per_rank // train.micro_batch_size,
         seq_len=config.data.seq_len,
     )
+
+
+def _check_experts(config: TrainingConfig, efsdp: int) -> None:
+    """Refuse experts that FSDP2 cannot cut evenly where each rank has less than one of them whole."""
+    moe, ep = config.model.moe, config.parallel.ep
+    if moe is None or ep == 1 or moe.n_experts // ep % efsdp == 0:
+        return
+    for key, width in (("d_ff", config.model.d_ff_expert), ("d_model", config.model.d_model)):
+        if width % efsdp:
+            raise UserError(
+                f"{efsdp} ranks share {moe.n_experts // ep} experts, but divide neither these nor {key} ({width}); "
+                f"set parallel.ep or parallel.dp_replicate to more"
+            )
 
 
 def _divisors(n: int) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from contextlib import nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ from trainer.layout import Layout, plan_layout
 from trainer.metrics import Reporter
 from trainer.provenance import record_start
 from trainer.resume import Progress, resume, trainer_state
-from trainer.routing import Load, auxiliary_loss
+from trainer.routing import Load, auxiliary_loss, move_selection_bias
 from trainer.rundata import batches_of, open_run_data
 from trainer.rundir import RunDirectory, run_directory
 from trainer.runtime import Runtime
@@ -115,7 +115,7 @@ class StepResult(NamedTuple):
     grad_norm: float  # before clipping
     tokens: int  # valid ones
     skipped: bool  # gradients overflowed fp16, and no update was made
-    routing: dict[str, float]  # of experts, see `Load.row`; empty in a dense model
+    routing: dict[str, Any]  # of experts, see `Load.row`; empty in a dense model
 
 
 def learning_rate(step: int, config: TrainingConfig) -> float:
@@ -159,11 +159,12 @@ def train_step(
         losses = engine.model(*micro)
         loss = losses.cross_entropy / max(1.0, valid)
         if moe is not None:
-            loss = loss + auxiliary_loss(moe, losses.routing, layout.global_batch_size)
+            loss = loss + auxiliary_loss(moe, losses.routing, layout)
             load.add(losses.routing)
         engine.micro_backward(loss, last=index == layout.accumulation - 1)
         loss_sum += losses.cross_entropy.detach().double()
     mean_loss = runtime.sum(loss_sum) / max(1.0, valid)
+    counts_LE = load.sum(runtime)
     grad_norm = engine.grad_norm()
     # Both are known to all ranks, so that all do the same, and the weights are untouched yet.
     overflow = not math.isfinite(grad_norm)
@@ -176,7 +177,9 @@ def train_step(
         engine.skip()
     else:
         engine.step(scale=clip_scale(grad_norm, grad_clip))
-    return StepResult(mean_loss, grad_norm, int(valid), overflow, load.row(runtime, layout.global_batch_size))
+        if moe is not None and moe.bias_update_rate and counts_LE is not None:
+            move_selection_bias(engine.model, counts_LE, moe.bias_update_rate)
+    return StepResult(mean_loss, grad_norm, int(valid), overflow, load.row(moe, layout))
 
 
 def clip_scale(grad_norm: float, grad_clip: float | None) -> float:

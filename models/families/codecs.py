@@ -246,6 +246,7 @@ def meanings(config: ModelConfig) -> dict[str, Any]:
     idle = set() if config.position == "rope" else {"rope_theta", "rope_theta_local", "rope_scaling", "rope_fraction"}
     idle |= set() if config.position == "relative" else {"relative_clip"}
     if config.moe is not None:
-        keys |= {f"moe.{key}" for key in type(config.moe).model_fields} - {"moe.aux_loss_coef", "moe.z_loss_coef"}
+        training = {"aux_loss_coef", "aux_loss_over", "z_loss_coef", "bias_update_rate"}
+        keys |= {f"moe.{key}" for key in type(config.moe).model_fields.keys() - training}
         idle |= set() if config.moe.n_dense_layers else {"d_ff"}
     return {key: value_of(config, key) for key in sorted(keys - idle)}

@@ -114,6 +114,8 @@ CHANGES: dict[str, Change] = {
     "model.moe.n_shared_experts": between("0", "1", needs=MOE),
     "model.moe.n_dense_layers": between("0", "1", needs=MOE),
     "model.moe.capacity_factor": between("null", "0.5", needs=MOE),
+    "model.moe.bias_update_rate": between("0.001", "0.003", needs=MOE),
+    "model.moe.aux_loss_over": Change(ALL, MOE),
     "model.moe.aux_loss_coef": between("0", "0.1", needs=MOE),
     "model.moe.z_loss_coef": between("0", "0.1", needs=MOE),
     "model.init_std": to("0.1"),
@@ -171,6 +173,7 @@ CHANGES: dict[str, Change] = {
     "parallel.engine": Change(ALL, world=2),
     "parallel.dp_replicate": to("2", world=2),
     "parallel.dp_shard": to("1", world=2),  # with one replica, two ranks are then one too many
+    "parallel.ep": to("2", *MOE, world=2),
     "checkpoint.every": to("1"),
     "checkpoint.keep": to("1", "checkpoint.every=1"),
     "checkpoint.async": Change(ALL),

@@ -55,8 +55,9 @@ def certify_layout(
     batches = batches_of(config, data)
     with fresh_memory_is_nan():
         engine = build_engine(config, model, layout, runtime)
-    findings = Findings(config.train.precision, config.train.compile)
-    reference = Reference(config, model, batches, runtime.device) if runtime.is_main else None
+    together = model.moe is not None and model.moe.aux_loss_over == "batch"
+    findings = Findings(config.train.precision, rounds_apart=config.train.compile or together)
+    reference = Reference(config, model, batches, runtime) if runtime.is_main else None
 
     def compare_weights(quantity: str, step: int) -> None:
         """With the plain ones, which take them over; and copies with one another."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -20,6 +21,7 @@ from trainer.certify.findings import SMALL
 from trainer.config import TrainingConfig
 from trainer.initialize import normal
 from trainer.loop import learning_rate
+from trainer.runtime import Runtime
 from trainer.scaler import INITIAL_SCALE, INTERVAL
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -39,8 +41,11 @@ class Reference:
     parameter. After it the weights are those of the run that was compared.
     """
 
-    def __init__(self, config: TrainingConfig, model_config: ModelConfig, batches: Feed, device: torch.device):
-        self._config, self._batches, self._device = config, batches, device
+    def __init__(self, config: TrainingConfig, model_config: ModelConfig, batches: Feed, runtime: Runtime):
+        """`runtime` is the layout's: what counts here is its device, and for `aux_loss_over: batch` how many ranks."""
+        self._config, self._batches, self._device = config, batches, runtime.device
+        self._ranks = runtime.world_size
+        device = runtime.device
         with torch.device("meta"):
             model = Transformer(model_config)
         self._model = model.to_empty(device=device)
@@ -82,26 +87,28 @@ class Reference:
         batch = self._batches.train(step - 1, 0, 1)
         n_valid = max(1, int(batch.mask.sum()))
         dtype = _DTYPES[self._config.train.precision]
-        size = self._config.stage_at(step).config.train.micro_batch_size
         for weight in self.weights.values():
             weight.grad = torch.zeros_like(weight)
-        loss_sum = 0.0
-        for start in range(0, len(batch.tokens), size):
+        loss_sum, self._counts_LE = 0.0, torch.zeros((), dtype=torch.float64)
+        micro_batches = self._micro_batches(len(batch.tokens), step)
+        for rows in micro_batches:
             tokens, targets, mask = (
-                torch.from_numpy(array[start : start + size]).to(self._device)
-                for array in (batch.tokens, batch.targets, batch.mask)
+                torch.from_numpy(array[rows]).to(self._device) for array in (batch.tokens, batch.targets, batch.mask)
             )
             rounded = {name: weight.to(dtype) for name, weight in self.weights.items()}
             apart = {}  # the documents of each row, where they are kept apart
             if batch.documents is not None:
-                apart["documents_BT"] = torch.from_numpy(batch.documents[start : start + size]).to(self._device)
+                apart["documents_BT"] = torch.from_numpy(batch.documents[rows]).to(self._device)
             if (moe := self._config.model.moe) is None:
                 logits_BTV = functional_call(self._model, rounded, (tokens,), apart)
                 loss = F.cross_entropy(logits_BTV[mask], targets[mask], reduction="sum")
                 balance = 0.0
             else:  # routing comes with the model's own loss, and a second forward would round on its own
                 loss, routing = functional_call(self._model, rounded, (tokens, targets, mask), apart)
-                balance = (moe.aux_loss_coef * routing.balance + moe.z_loss_coef * routing.z) / len(batch.tokens)
+                n_balanced = len(batch.tokens) if moe.aux_loss_over == "sequence" else len(micro_batches)
+                balance = moe.aux_loss_coef * routing.balance / n_balanced
+                balance = balance + moe.z_loss_coef * routing.z / len(batch.tokens)
+                self._counts_LE = self._counts_LE + routing.counts.double().cpu()
             ((loss / n_valid + balance) * self._loss_scale).backward()
             loss_sum += float(loss.detach().double())
         for weight in self.weights.values():
@@ -109,6 +116,14 @@ class Reference:
             weight.grad /= self._loss_scale
         self._norm = self._gradient_norm()
         return loss_sum / n_valid, self._norm
+
+    def _micro_batches(self, n_rows: int, step: int) -> np.ndarray:
+        """Numbers of the rows that go together: of one rank, or of all where they balance their load together."""
+        size, moe = self._config.stage_at(step).config.train.micro_batch_size, self._config.model.moe
+        if moe is None or moe.aux_loss_over == "sequence":
+            return np.arange(n_rows).reshape(-1, size)
+        by_rank = np.arange(n_rows).reshape(self._ranks, -1, size)
+        return by_rank.transpose(1, 0, 2).reshape(-1, self._ranks * size)
 
     def difference_of_weight(self, name: str, theirs: Tensor) -> float:
         """Difference of another run's weight from this one's, relative to the last update; that weight is taken over.
@@ -146,10 +161,20 @@ class Reference:
             for group in self._optimizer.param_groups:
                 group["lr"] = lr * group["lr_scale"]
             self._optimizer.step()
+            self._move_selection_bias()
         squares = (_squares(weight.detach() - self._before[name]) for name, weight in self.weights.items())
         self._update_norm = math.sqrt(sum(squares))
         self._adapt_loss_scale(finite)
         return finite
+
+    def _move_selection_bias(self) -> None:
+        """Up for each expert with less than the mean load of its layer, down for those with more."""
+        rate = 0.0 if self._config.model.moe is None else self._config.model.moe.bias_update_rate
+        layers = [name for name in self._state if name.endswith("selection_bias")]
+        for layer, name in enumerate(layers if rate else []):
+            mean = float(self._counts_LE[layer].mean())
+            for expert, count in enumerate(self._counts_LE[layer].tolist()):
+                self._state[name][expert] += rate * ((count < mean) - (count > mean))
 
     def _gradient_norm(self) -> float:
         return math.sqrt(sum(_squares(weight.grad) for weight in self.weights.values() if weight.grad is not None))
