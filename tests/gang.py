@@ -85,6 +85,7 @@ def _serve(connection: Connection, environment: dict[str, str | None]) -> None:
     for name, value in environment.items():
         os.environ.pop(name, None) if value is None else os.environ.update({name: value})
     import torch
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     torch.set_num_threads(1)
     while True:
@@ -106,6 +107,8 @@ def _serve(connection: Connection, environment: dict[str, str | None]) -> None:
         finally:
             if torch.distributed.is_initialized():
                 torch.distributed.destroy_process_group()
+            # It remembers meshes, and would take one of this call, with its dead groups, for an equal one of the next.
+            _clear_sharding_prop_cache()
         connection.send(answer)
 
 

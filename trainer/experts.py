@@ -28,7 +28,6 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from models.moe import Experts, Take
 from models.transformer import Transformer
 
-
 # To look at a whole expert, which only checks and tests do, takes a gathering for each dimension of the mesh.
 logging.getLogger("torch.distributed.tensor._redistribute").addFilter(lambda r: "sequential all_gather" not in r.msg)
 

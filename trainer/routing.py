@@ -64,8 +64,8 @@ class Load:
         """Entries of metrics.jsonl for what `sum` added up, the same on every rank; none for a dense model.
 
         - `aux_loss`, `z_loss`: means over rows and layers, before coefficients; an even load has an aux_loss of 1.
-        - `expert_load_max`, `expert_load_min`: the largest and smallest load of an expert over its layer's mean load, each
-          of the layer where it is worst.
+        - `expert_load_max`, `expert_load_min`: the largest and smallest load of an expert over its layer's mean load,
+          each of the layer where it is worst.
         - `expert_load_layer`: the layer (counted from 0 among those with experts) with that largest load;
           `expert_load`: of that layer, the load of each expert over the mean.
         - `expert_load_entropy`: of each layer's load, over that of an even one; the least of all layers. 1 is even.
