@@ -62,9 +62,9 @@ def grouped_outer(y_NM: Tensor, x_NK: Tensor, ends_E: Tensor) -> Tensor:
     """`(E, M, K)`: for each expert the sum of `y[n] x[n]^T` over its rows, zero if it has none."""
     if _is_fused(y_NM, x_NK):
         return _fused(y_NM.contiguous().t(), x_NK.contiguous(), ends_E)
-    w_EMK = y_NM.new_zeros(len(ends_E), y_NM.shape[1], x_NK.shape[1])
+    w_EMK = y_NM.new_empty(len(ends_E), y_NM.shape[1], x_NK.shape[1])
     for e, rows in _groups(ends_E):
-        torch.mm(y_NM[rows].t(), x_NK[rows], out=w_EMK[e])
+        torch.mm(y_NM[rows].t(), x_NK[rows], out=w_EMK[e])  # of no rows it is zero
     return w_EMK
 
 
@@ -99,11 +99,10 @@ def _dense(w_EMK: Tensor) -> Tensor:
 
 
 def _groups(ends_E: Tensor) -> Iterator[tuple[int, slice]]:
-    """Each expert that has rows, and its rows."""
+    """Each expert and its rows, which may be none."""
     start = 0
     for e, end in enumerate(ends_E.tolist()):
-        if end > start:
-            yield e, slice(start, end)
+        yield e, slice(start, end)
         start = end
 
 

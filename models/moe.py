@@ -103,8 +103,27 @@ class Take(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *dy: Tensor) -> tuple[Tensor | None, ...]:
         (back_M,) = ctx.saved_tensors
-        dx = dy[0].index_select(0, back_M)
-        return dx if ctx.k == 1 else dx.unflatten(0, (-1, ctx.k)).sum(1), None, None, None
+        if ctx.k == 1:
+            return dy[0].index_select(0, back_M), None, None, None
+        return F.embedding_bag(back_M.unflatten(0, (-1, ctx.k)), dy[0], mode="sum"), None, None, None
+
+
+class Combine(torch.autograd.Function):
+    """`sum over k of w[n, k] y[back[n, k]]`, in the type of w, without a copy of y for each step of the way."""
+
+    @staticmethod
+    def forward(ctx: Any, y_MD: Tensor, w_NK: Tensor, back_M: Tensor, order_M: Tensor) -> Tensor:
+        """`order`: where each row of y belongs, of all k of the first n, then of the second, and so on."""
+        ctx.save_for_backward(y_MD, w_NK, back_M, order_M)
+        return F.embedding_bag(back_M.view_as(w_NK), y_MD.to(w_NK.dtype), per_sample_weights=w_NK, mode="sum")
+
+    @staticmethod
+    def backward(ctx: Any, *dy: Tensor) -> tuple[Tensor | None, ...]:
+        y_MD, w_NK, back_M, order_M = ctx.saved_tensors
+        dy_MD = dy[0].index_select(0, order_M // w_NK.shape[1])
+        dw_M = torch.einsum("md,md->m", dy_MD, y_MD.to(dy_MD.dtype))
+        dy_MD = dy_MD.mul_(w_NK.flatten().index_select(0, order_M)[:, None])
+        return dy_MD.to(y_MD.dtype), dw_M.index_select(0, back_M).view_as(w_NK), None, None
 
 
 class MoE(nn.Module):
@@ -174,8 +193,7 @@ class MoE(nn.Module):
         k = chosen_NK.shape[1]
         arrival = self.carry(self.experts, Take.apply(x_ND, order_M // k, back_M, k), ends_E, whole)
         shared_ND = None if self.shared is None else self.shared(x_ND)  # while they travel
-        y_NKD = Take.apply(arrival(), back_M, order_M, 1).unflatten(0, chosen_NK.shape)
-        y_ND = (y_NKD * weights_NK[..., None]).sum(1).to(x_ND.dtype)
+        y_ND = Combine.apply(arrival(), weights_NK, back_M, order_M).to(x_ND.dtype)
         return y_ND if shared_ND is None else y_ND + shared_ND
 
     def _score(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,8 +5,8 @@ Shapes: B row, T position, K choice of a token, E expert, L layer with experts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
 from typing import Any, NamedTuple
 
 import pytest
@@ -17,12 +17,9 @@ from data.packing import Batch
 from models.moe import MoE
 from models.transformer import Transformer
 from tests.faults import one_line_fault
-from tests.runs import TINY
-from trainer.certify.findings import Finding
+from tests.runs import started
 
 Fault = tuple[str, str, str]  # module, the line as it stands, as it would be wrong
-# A choice between two experts whose scores are nearer to one another than this is a near tie, which rounding may decide.
-TIE = 1e-5
 
 # 512 tokens a step, or as many as are in its paragraphs. The learning rate moves weights visibly in a few steps.
 SMALL = [
@@ -80,30 +77,38 @@ def biased(*experts: int, by: float) -> Callable[[dict[str, Tensor]], None]:
     return edit
 
 
-_STEEP_ALIVE: dict[str, list[Callable[[dict[str, Tensor]], None]]] = {
+def differently_biased(state: dict[str, Tensor]) -> None:
+    """Each expert has its own selection bias."""
+    for name, tensor in state.items():
+        if name.endswith("selection_bias"):
+            tensor.copy_(0.1 * torch.arange(len(tensor)).cos())
+
+
+_EDITS: dict[str, list[Callable[[dict[str, Tensor]], None]]] = {
     "as it starts": [],
     "one expert": [biased(5, by=9.0)],
-    "two experts": [biased(2, 5, by=9.0)],
     "dead experts": [biased(2, 3, by=-9.0)],  # of four ranks, the second one's
     "steep": [steep_routers],
+    "steep, biased": [steep_routers, differently_biased],
     "steep, one dead": [steep_routers, biased(3, by=-9.0)],
+    "steep, a rank dead": [steep_routers, biased(2, 3, by=-9.0)],
 }
 
 
 def edited(name: str, state: dict[str, Tensor]) -> None:
     """Change weights or buffers in place, plain or distributed ones alike."""
-    for edit in _STEEP_ALIVE[name]:
+    for edit in _EDITS[name]:
         edit(state)
 
 
 def uneven(mask: Any) -> None:
-    """Mask a global batch in place: its first quarter, which is a rank's, and a number of others that differs by row."""
+    """Mask a global batch in place: its first quarter, which of four ranks is one's, and more or less of other rows."""
     rows, length = mask.shape
     for row in range(rows):
         mask[row, 0 if row < rows // 4 else length - 5 * row % length :] = False
 
 
-class _Masked:
+class Masked:
     """A feed with other masks."""
 
     def __init__(self, inner: Any) -> None:
@@ -114,189 +119,159 @@ class _Masked:
         uneven(batch.mask)
         n = len(batch.mask) // world
         mine = slice(rank * n, (rank + 1) * n)
-        return Batch(*(None if part is None else part[mine] for part in batch))
+        assert batch.documents is None
+        return Batch(batch.tokens[mine], batch.targets[mine], batch.mask[mine])
 
 
-# ------------------------------------------------------------------------------------------------- routing, layer by layer
+# ------------------------------------------------------------------------------------------------------- free steps
 
 
-class Routed(NamedTuple):
-    """Tokens of all layers and steps whose choice was compared."""
+class Ran(NamedTuple):
+    """What some steps of a config gave, each from where the one before it ended."""
 
-    tokens: int
-    differ: int
-    """Whose experts differ although it is no near tie."""
-    ties: int
-    """That have a near tie; these are excused."""
-    flipped: int
-    """Of those, with other experts. They were sent to the plain process's, so that all the rest can be compared."""
+    loss: list[float]
+    grad_norm: list[float]
+    aux_loss: list[float]
+    z_loss: list[float]
+    bias: list[list[list[float]]]
+    """Of each step, layer and expert the selection bias, where there is one."""
+    copies_that_differ: list[int]
+
+
+def free_run(overrides: Sequence[str], steps: int) -> Ran:
+    """In a rank: train, and look at all that other ranks hold copies of after every step."""
+    from trainer.certify.copies import copies_that_differ
+    from trainer.certify.looking import weights
+    from trainer.loop import step_at
+
+    ran = Ran([], [], [], [], [], [])
+    with started([*SMALL, *overrides]) as here:
+        for step in range(1, steps + 1):
+            result = step_at(step, here.engine, here.batches, here.layout, here.runtime, here.config)
+            ran.loss.append(result.loss)
+            ran.grad_norm.append(result.grad_norm)
+            ran.aux_loss.append(result.routing["aux_loss"])
+            ran.z_loss.append(result.routing["z_loss"])
+            live = weights(here.engine)
+            ran.bias.append([t.tolist() for name, t in live.items() if name.endswith("selection_bias")])
+            ran.copies_that_differ.append(copies_that_differ(live) if here.runtime.world_size > 1 else 0)
+    return ran
+
+
+# ----------------------------------------------------------------------------------------- against loops over experts
+
+
+class Looped(NamedTuple):
+    """A step of a layout against the loops of moe_reference.py in float64. Rank 0 has the numbers."""
+
+    same_routing: bool
     margin: float
-    """Smallest gap between the last expert chosen and the first one not."""
+    """Smallest gap between the last expert chosen and the first one not, in the loops."""
+    dropped: int
+    idle: int
+    """Experts that no token went to."""
+    loss: float
+    """Relative difference."""
+    gradients: dict[str, float]
+    """Relative differences, those of tensors under 1e-6 of the whole norm relative to that."""
+    missing: list[str]
+    """Parameters that this rank has no gradient of."""
 
 
-class _Choices:
-    """Remembers what the routers of one model choose, and holds another one's choices to it."""
+def against_loops(overrides: Sequence[str], edit: str, fault: Fault | None = None) -> Looped:
+    """In a rank: one step with uneven masks, whose gradients are held to those of a model in float64 on rank 0.
 
-    def __init__(self, layout: Any) -> None:
-        self._layout, self._rank = layout, 0
-        self._model: Transformer | None = None
-        self._micro = -1
-        self._seen: dict[tuple[int, int], Tensor] = {}  # of micro-batch and layer
-        self._expected: dict[int, Tensor] | None = None  # of a layer, all rows of the global batch
-        self._compared: dict[Any, Tensor] = {}
-        self._step = 0
-
-    def start(self, expected: dict[int, Tensor] | None, step: int, rank: int) -> None:
-        self._expected, self._step, self._rank, self._micro = expected, step, rank, -1
-        self._seen = {}
-
-    def enter(self, model: Transformer) -> None:
-        self._model, self._micro = model, self._micro + 1
-
-    def seen(self, order: Any) -> dict[int, Tensor]:
-        """Of each layer the choices of all rows; `order`: which rows were looked at one after the other."""
-        by_layer: dict[int, Tensor] = {}
-        for layer in {layer for _, layer in self._seen}:
-            rows = torch.cat([self._seen[key] for key in sorted(self._seen) if key[1] == layer])
-            by_layer[layer] = torch.empty_like(rows).index_copy_(0, torch.as_tensor(order), rows)
-        return by_layer
-
-    def choose(self, moe: MoE, scores_BTE: Tensor, chosen_BTK: Tensor, weights_BTK: Tensor) -> tuple[Tensor, Tensor]:
-        """What a router has chosen, or what the other model did where that is a near tie.
-
-        A router may be asked again for the same micro-batch, under activation checkpointing.
-        """
-        assert self._model is not None
-        layer = self._model.expert_layers().index(moe)
-        ours_BTK = chosen_BTK.sort(-1).values
-        if self._expected is None:
-            assert torch.equal(self._seen.setdefault((self._micro, layer), ours_BTK), ours_BTK)
-            return chosen_BTK, weights_BTK
-        rows = self._layout.micro_batch_size
-        first = (self._rank * self._layout.accumulation + self._micro) * rows
-        theirs_BTK = self._expected[layer][first : first + rows]
-        wanted_BTE = scores_BTE.detach() + (moe.selection_bias if moe.moe.selection_bias else 0.0)
-        best_BTE = wanted_BTE.sort(-1, descending=True).values
-        k = moe.moe.top_k
-        gap_BT = best_BTE[..., k - 1] - best_BTE[..., k]
-        other_BT, tie_BT = (ours_BTK != theirs_BTK).any(-1), gap_BT < TIE
-        counts = [tie_BT.numel(), (other_BT & ~tie_BT).sum(), tie_BT.sum(), (other_BT & tie_BT).sum()]
-        key = self._step, self._micro, layer
-        self._compared[key] = torch.tensor([*map(float, counts), float(gap_BT.min())], dtype=torch.float64)
-        if (flipped_BT := other_BT & tie_BT).any():
-            chosen_BTK = theirs_BTK.where(flipped_BT[..., None], chosen_BTK)
-            weights_BTK = scores_BTE.gather(-1, chosen_BTK)
-            if moe.moe.normalize:
-                weights_BTK = weights_BTK / weights_BTK.sum(-1, keepdim=True)
-            weights_BTK = weights_BTK * moe.moe.routed_scale
-        return chosen_BTK, weights_BTK
-
-    def result(self) -> Routed:
-        """Of all ranks."""
-        import torch.distributed as dist
-
-        mine = torch.stack(list(self._compared.values()))
-        counts, margin = mine[:, :4].sum(0), mine[:, 4].min()
-        dist.all_reduce(counts)
-        dist.all_reduce(margin, dist.ReduceOp.MIN)
-        return Routed(*map(int, counts.tolist()), margin=float(margin))
-
-
-@contextmanager
-def _watched(choices: _Choices) -> Iterator[None]:
-    forward, choose = Transformer.forward, MoE._choose
-
-    def seen_forward(self: Transformer, *arguments: Any, **keys: Any) -> Any:
-        choices.enter(self)
-        return forward(self, *arguments, **keys)
-
-    def seen_choose(self: MoE, scores_BTE: Tensor) -> tuple[Tensor, Tensor]:
-        return choices.choose(self, scores_BTE, *choose(self, scores_BTE))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Transformer, "forward", seen_forward)
-        patch.setattr(MoE, "_choose", seen_choose)
-        yield
-
-
-# ------------------------------------------------------------------------------------------------ against one process
-
-
-class Compared(NamedTuple):
-    """Differences of a layout from one plain process, worst first (rank 0 has them), and of its routing."""
-
-    findings: list[Finding]
-    routed: Routed
-
-    def failed(self) -> list[str]:
-        """What is beyond its tolerance."""
-        return [f"{row.subject()}, step {row.step}: {row.difference:.1e}" for row in self.findings if not row.passed]
-
-    def worst(self) -> dict[str, float]:
-        """Of every quantity."""
-        worst: dict[str, float] = {}
-        for row in self.findings:
-            worst[row.quantity] = max(worst.get(row.quantity, 0.0), row.difference)
-        return worst
-
-
-def against_one_process(
-    overrides: Sequence[str], steps: int, edit: str = "as it starts", masked: bool = False, fault: Fault | None = None
-) -> Compared:
-    """In a rank: certify a config, with routing compared beside all that certification compares.
-
-    Each step starts at the same weights in both, those of the layout.
-
-    Args:
-        edit: what is done to the weights and buffers of both before the first step.
-        masked: whether masks are `uneven`.
-        fault: a line that is wrong.
+    That model's layers with experts are loops over tokens and experts which share no code with ours; see
+    tests/models/moe_reference.py. The rest of it is ours.
     """
     import torch.distributed as dist
 
-    import trainer.certify.layout as module
-    from trainer.certify.looking import weights
-    from trainer.certify.reference import Reference
-    from trainer.config import load_config
-    from trainer.layout import plan_layout
-    from trainer.runtime import start_runtime
+    from trainer.certify.looking import looked_at, weights, whole
 
-    config = load_config(TINY, [*SMALL, *overrides])
+    sent: list[Any] = []
     with ExitStack() as stack:
         stack.enter_context(one_line_fault(*fault) if fault else nullcontext())
-        runtime = stack.enter_context(start_runtime())
-        choices = _Choices(plan_layout(config, runtime.world_size))
-        stack.enter_context(_watched(choices))
+        here = stack.enter_context(started(overrides))
+        engine, runtime, moe = here.engine, here.runtime, here.config.model.moe
+        assert moe is not None
+        edited(edit, weights(engine))
+        state = {name: whole(tensor).double() for name, tensor in weights(engine).items()}
+        gradients: dict[str, Tensor] = {}
+        missing: list[str] = []
+
+        def look() -> None:
+            ours = engine.gradients()
+            missing.extend(name for name in engine.parameters if name not in ours)
+            gradients.update({name: whole(gradient).double() for name, gradient in ours.items()})
+
+        def seen_mix(self: MoE, x_ND: Tensor, chosen_NK: Tensor, weights_NK: Tensor, whole: bool) -> Tensor:
+            sent.append(chosen_NK.tolist())
+            return mix(self, x_ND, chosen_NK, weights_NK, whole=whole)
+
+        mix = MoE.mix
         patch = stack.enter_context(pytest.MonkeyPatch.context())
-        build, step_at, batches_of = module.build_engine, module.step_at, module.batches_of
-        of_reference: list[Any] = [None]
+        patch.setattr(MoE, "mix", seen_mix)
+        feed = Masked(here.batches)
+        assert here.layout.accumulation == 1
+        with looked_at(engine, look):
+            from trainer.loop import train_step
 
-        def build_edited(*arguments: Any) -> Any:
-            engine = build(*arguments)
-            edited(edit, weights(engine))
-            return engine
+            batch = feed.train(0, runtime.rank, runtime.world_size)
+            result = train_step(engine, batch, here.layout, runtime, None, moe)
+        everyone: list[Any] = [None] * runtime.world_size
+        dist.all_gather_object(everyone, sent)
+        if not runtime.is_main:
+            return Looped(True, 0.0, 0, 0, 0.0, {}, missing)
+        n_layers = len(everyone[0])
+        ours = [[token for rank in everyone for token in rank[layer]] for layer in range(n_layers)]
+        return _held_to_loops(engine.model.config, state, feed.train(0, 0, 1), ours, result.loss, gradients, missing)
 
-        class Edited(Reference):
-            def __init__(self, *arguments: Any) -> None:
-                super().__init__(*arguments)
-                edited(edit, self._state)
 
-            def start_step(self, step: int) -> tuple[float, float]:
-                choices.start(None, step, 0)
-                numbers = super().start_step(step)
-                order = self._micro_batches(config.train.global_batch_size, step).reshape(-1)
-                of_reference[0] = choices.seen(order)
-                return numbers
+def _held_to_loops(
+    config: Any,
+    state: dict[str, Tensor],
+    batch: Batch,
+    ours: list[Any],
+    loss: float,
+    gradients: dict[str, Tensor],
+    missing: list[str],
+) -> Looped:
+    from models.moe import Routing
+    from tests.models import moe_reference
 
-        def compared_step(step: int, *arguments: Any) -> Any:
-            dist.broadcast_object_list(of_reference)
-            choices.start(of_reference[0], step, runtime.rank)
-            return step_at(step, *arguments)
+    model, answers = Transformer(config).double(), []
+    model.load_state_dict(state)
+    for layer in model.expert_layers():
 
-        patch.setattr(module, "build_engine", build_edited)
-        patch.setattr(module, "Reference", Edited)
-        patch.setattr(module, "step_at", compared_step)
-        if masked:
-            patch.setattr(module, "batches_of", lambda *arguments: _Masked(batches_of(*arguments)))
-        findings, _ = module.certify_layout(config, runtime, steps, False, lambda _: None)
-        return Compared(findings.worst_first(), choices.result())
+        def loops(x_BTD: Tensor, counted_BT: Tensor, drop: bool, layer: MoE = layer) -> tuple[Tensor, Routing]:
+            tensors = {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
+            answer = moe_reference.answer(tensors, config, x_BTD, counted_BT.tolist(), drop)
+            answers.append(answer)
+            return answer.y, Routing(answer.balance, answer.z, torch.tensor(answer.counts), torch.tensor(0))
+
+        layer.forward = loops  # type: ignore[method-assign, assignment]
+    tokens, targets, mask = (torch.from_numpy(part) for part in (batch.tokens, batch.targets, batch.mask))
+    losses = model(tokens, targets, mask)
+    n_valid, n_rows = int(mask.sum()), len(mask)
+    cross_entropy = losses.cross_entropy / n_valid
+    balance = config.moe.aux_loss_coef * losses.routing.balance + config.moe.z_loss_coef * losses.routing.z
+    (cross_entropy + balance / n_rows).backward()
+    exact = {name: p.grad for name, p in model.named_parameters()}
+    total = sum(float(g.square().sum()) for g in exact.values() if g is not None) ** 0.5
+
+    def difference(name: str, want: Tensor | None) -> float:
+        want = torch.zeros_like(state[name]) if want is None else want
+        error, size = float((gradients[name] - want).norm()), max(float(want.norm()), 1e-6 * total)
+        return error / size
+
+    return Looped(
+        same_routing=ours == [answer.sent for answer in answers],
+        margin=min(answer.margin for answer in answers),
+        dropped=sum(answer.dropped for answer in answers),
+        idle=sum(
+            not any(e in token for token in answer.sent) for answer in answers for e in range(config.moe.n_experts)
+        ),
+        loss=abs(loss - float(cross_entropy)) / float(cross_entropy),
+        gradients={name: difference(name, want) for name, want in exact.items() if name in gradients},
+        missing=missing,
+    )

@@ -8,7 +8,12 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    SAC_IGNORED_OPS,
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from models.config import ModelConfig
 from models.transformer import Transformer
@@ -27,6 +32,10 @@ _VARLEN = "torch_attn._varlen_attn.default"  # within documents, on a GPU; it ex
 # Tokens on their way to experts and back: in the backward pass they need not travel again.
 _TRAVEL = {"_c10d_functional.all_to_all_single.default", "_c10d_functional.wait_tensor.default"}
 _LINEAR = {_aten.mm.default, _aten.addmm.default}
+# A profiler's labels are no part of a block: around experts of their own mesh FSDP2 sets one more when they are computed
+# again, which selective checkpointing would take for an operator that it has not seen.
+_profiler = torch.ops.profiler
+SAC_IGNORED_OPS.update({_profiler._record_function_enter_new.default, _profiler._record_function_exit._RecordFunction})
 
 # Under torch.compile a policy brings a warning of operators that write in place; a block in training has none.
 logging.getLogger("torch._higher_order_ops.wrap").addFilter(lambda r: "context_fn is passed" not in r.getMessage())

@@ -29,7 +29,9 @@ from models.moe import Experts, Take
 from models.transformer import Transformer
 
 # To look at a whole expert, which only checks and tests do, takes a gathering for each dimension of the mesh.
-logging.getLogger("torch.distributed.tensor._redistribute").addFilter(lambda r: "sequential all_gather" not in r.msg)
+logging.getLogger("torch.distributed.tensor._redistribute").addFilter(
+    lambda record: "sequential all_gather" not in record.getMessage()
+)
 
 
 def distribute_experts(model: Transformer, mesh: DeviceMesh) -> None:

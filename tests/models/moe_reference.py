@@ -31,6 +31,8 @@ class Answer(NamedTuple):
     dropped: int
     sent: list[list[int]]
     """For each token its experts, best first; the number of experts where a choice was dropped."""
+    margin: float
+    """The smallest gap between the last expert chosen and the first one not."""
 
 
 def answer(p: Parameters, config: ModelConfig, x_BTD: Tensor, counted: list[list[bool]], drop: bool = True) -> Answer:
@@ -43,7 +45,15 @@ def answer(p: Parameters, config: ModelConfig, x_BTD: Tensor, counted: list[list
     room = math.inf
     if drop and moe.capacity_factor is not None:
         room = max(1, math.ceil(moe.capacity_factor * T * K / E))
-    balance, z, counts, dropped, ys, sent = x_BTD.new_zeros(()), x_BTD.new_zeros(()), [0] * E, 0, [], []
+    balance, z, counts, dropped, ys, sent, margin = (
+        x_BTD.new_zeros(()),
+        x_BTD.new_zeros(()),
+        [0] * E,
+        0,
+        [],
+        [],
+        math.inf,
+    )
     for b in range(B):
         taken, chosen_counted, probabilities, squares = [0] * E, [0] * E, [], []
         for t in range(T):
@@ -52,7 +62,9 @@ def answer(p: Parameters, config: ModelConfig, x_BTD: Tensor, counted: list[list
             exponentials = torch.exp(logits)
             scores = exponentials / exponentials.sum() if moe.router == "softmax" else 1 / (1 + torch.exp(-logits))
             wish = (scores + p["selection_bias"] if moe.selection_bias else scores).tolist()
-            chosen = sorted(range(E), key=lambda e: -wish[e])[:K]
+            best = sorted(range(E), key=lambda e: -wish[e])
+            chosen = best[:K]
+            margin = min([margin, *(wish[best[K - 1]] - wish[e] for e in best[K:])])
             total = sum(scores[e] for e in chosen) if moe.normalize else 1.0
             y = mlp(p, config, "shared.", None, x) if moe.n_shared_experts else torch.zeros_like(x)
             sent.append([])
@@ -74,7 +86,7 @@ def answer(p: Parameters, config: ModelConfig, x_BTD: Tensor, counted: list[list
             for probability in probabilities:
                 balance = balance + E * chosen_counted[e] / (n * K) * probability[e] / n
         z = z + sum(square / n for square in squares)
-    return Answer(torch.stack(ys).view_as(x_BTD), balance, z, counts, dropped, sent)
+    return Answer(torch.stack(ys).view_as(x_BTD), balance, z, counts, dropped, sent, margin)
 
 
 def mlp(p: Parameters, config: ModelConfig, path: str, expert: int | None, x: Tensor) -> Tensor:
