@@ -48,6 +48,7 @@ def _run(
 ) -> list[dict[str, str]]:
     """Digests of all that a run consists of on this rank, at its start and after each step."""
     layout, data = plan_layout(config, runtime.world_size), open_run_data(config)
+    runtime = replace(runtime, tp=layout.tp)
     engine = build_engine(config, config.model.with_vocab_size(data.vocab_size), layout, runtime)
     batches = batches_of(config, data)
     digests = [{key: digest(tensor) for key, tensor in engine.state_dict().items()}]
