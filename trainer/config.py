@@ -120,6 +120,9 @@ class ParallelConfig(Config):
         description="fsdp: ranks that share the matrices of every layer and the tokens of every row (tensor and "
         "sequence parallelism); they read the same rows.",
     )
+    tp_across_nodes: bool = Field(
+        False, description="Whether the ranks of tp may be on several machines, between which they talk in every layer."
+    )
 
     @model_validator(mode="after")
     def _check(self) -> ParallelConfig:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from common.errors import UserError
+from common.ranks import ranks_on_this_machine
 from trainer.config import TrainingConfig
 
 
@@ -85,6 +86,12 @@ def plan_layout(config: TrainingConfig, world_size: int) -> Layout:
 def _plan_stage(config: TrainingConfig, world_size: int) -> Layout:
     """Lay a config without stages, or one stage's config, over `world_size` ranks."""
     parallel, train, tp = config.parallel, config.train, config.parallel.tp
+    here = ranks_on_this_machine()
+    if here is not None and here % tp and not parallel.tp_across_nodes:
+        raise UserError(
+            f"'parallel.tp' ({tp}) does not divide the {here} processes of a machine, so that every layer would wait "
+            f"for the network; choose one of {_divisors(here)}, or set parallel.tp_across_nodes=true"
+        )
     if world_size % tp:
         raise UserError(
             f"'parallel.tp' ({tp}) does not divide the {world_size} processes; "

@@ -1,4 +1,4 @@
-"""Tensor parallelism: the ranks of a group share the matrices of every layer, and between layers the tokens of each row.
+"""Tensor parallelism: ranks of a group share the matrices of every layer, and between layers the tokens of each row.
 
 After Shoeybi et al. 2019 (attention by heads, MLP by hidden width, vocabulary by tokens) and Korthikanti et al. 2023
 (between them each rank has its part of the sequence, so that norms and residuals are shared too). It is put on a plain
@@ -20,55 +20,55 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import (
-    all_gather_tensor,
-    all_gather_tensor_autograd,
-    all_reduce,
-    reduce_scatter_tensor_autograd,
-    wait_tensor,
-)
+from torch.distributed import _functional_collectives as collectives
+from torch.distributed._functional_collectives import all_reduce, wait_tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
-from models.layers import MLP, compute_dtype
+from models.layers import compute_dtype
 from models.loss import MAX_LOGITS, capped
-from models.transformer import Transformer
+from models.transformer import Block, Transformer
+
+# By their names since torch 2.13, and before.
+_all_gather = getattr(collectives, "all_gather_single", None) or collectives.all_gather_tensor
+_all_gather_autograd = (
+    getattr(collectives, "all_gather_single_autograd", None) or collectives.all_gather_tensor_autograd
+)
+_reduce_scatter_autograd = (
+    getattr(collectives, "reduce_scatter_single_autograd", None) or collectives.reduce_scatter_tensor_autograd
+)
 
 
 def distribute_matrices(model: Transformer, mesh: DeviceMesh) -> None:
     """Share a model's matrices and tokens among the ranks of a 1-D mesh, in place. Experts are not touched."""
     group = mesh.get_group()
+    rows: list[nn.Module | None] = []  # shared by rows, which are heads or hidden numbers
+    copies: list[nn.Module | None] = [model.norm, model.position_embedding]
     for block in model.blocks:
-        attention = block.attention
-        for linear in (attention.wq, attention.wk, attention.wv):
-            _hold(linear, mesh, Shard(0))
-        if attention.scores is not None:
-            _hold(attention.scores, mesh, Shard(0))
+        assert isinstance(block, Block)
+        attention, mlp = block.attention, block.mlp
+        rows += [attention.wq, attention.wk, attention.wv, attention.scores]
         _gather_before(attention, group)
         _scatter_after(attention.wo, mesh)
-        if isinstance(block.mlp, MLP):
-            for linear in (block.mlp.w_gate, block.mlp.w_up):
-                if linear is not None:
-                    _hold(linear, mesh, Shard(0))
-            _gather_before(block.mlp, group)
-            _scatter_after(block.mlp.w_down, mesh)
-        norms = (attention.q_norm, attention.k_norm, block.attention_norm, block.attention_post_norm)
-        for module in (*norms, block.mlp_norm, block.mlp_post_norm):
-            if module is not None:
-                _hold(module, mesh, Replicate())
+        if mlp is not None:
+            rows += [mlp.w_gate, mlp.w_up]
+            _gather_before(mlp, group)
+            _scatter_after(mlp.w_down, mesh)
+        copies += [attention.q_norm, attention.k_norm, block.attention_norm, block.attention_post_norm]
+        copies += [block.mlp_norm, block.mlp_post_norm]
     for layer in model.expert_layers():
-        shared = [] if layer.shared is None else [layer.shared.w_gate, layer.shared.w_up, layer.shared.w_down]
-        for module in (layer.router, *shared):
-            if module is not None:
-                _hold(module, mesh, Replicate())
+        copies.append(layer.router)
+        if layer.shared is not None:  # of this rank's tokens, as are its experts
+            copies += [layer.shared.w_gate, layer.shared.w_up, layer.shared.w_down]
         layer.whole_rows, layer.own_part = partial(_whole_rows, group), partial(_own_part, group, 1)
-    for module in (model.norm, model.position_embedding):
-        if module is not None:
-            _hold(module, mesh, Replicate())
-    for module in (model.embedding, model.head):
-        if module is not None:
-            _distribute(module, mesh, {"weight": Shard(0)})
+    for modules, place in ((rows, Shard(0)), (copies, Replicate())):
+        for module in modules:
+            if module is not None:
+                _hold(module, mesh, place)
+    for table in (model.embedding, model.head):
+        if table is not None:
+            _distribute(table, mesh, {"weight": Shard(0)})
     model.look_up = partial(_look_up, group)
     model.own_part = partial(_own_part, group, -2)
     model.summed_loss = partial(_summed_loss, group)
@@ -122,17 +122,17 @@ def _scatter_after(linear: nn.Linear, mesh: DeviceMesh) -> None:
         y_BTD = _scatter(F.linear(x_BTF, _local(linear.weight)), group)
         return y_BTD if linear.bias is None else y_BTD + _local(linear.bias)
 
-    linear.forward = forward
+    linear.forward = forward  # type: ignore[method-assign, assignment]
 
 
 def _gather(x_BTD: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Whole rows from parts. Each rank uses them for its own share of a sum, so gradients are added up and parted."""
-    return wait_tensor(all_gather_tensor_autograd(x_BTD, 1, group))
+    return wait_tensor(_all_gather_autograd(x_BTD, 1, group))
 
 
 def _scatter(x_BTD: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Parts of rows from every rank's share of a sum over ranks."""
-    return wait_tensor(reduce_scatter_tensor_autograd(x_BTD, "sum", 1, group))
+    return wait_tensor(_reduce_scatter_autograd(x_BTD, "sum", 1, group))
 
 
 def _own_part(group: dist.ProcessGroup, dim: int, x: Tensor) -> Tensor:
@@ -146,7 +146,7 @@ class _WholeRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_BTE: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        return wait_tensor(all_gather_tensor(x_BTE, 1, group))
+        return wait_tensor(_all_gather(x_BTE, 1, group))
 
     @staticmethod
     def backward(ctx: Any, *dy: Tensor) -> tuple[Tensor, None]:
@@ -194,7 +194,7 @@ def _summed_loss(
     mask_BT: Tensor,
     softcap: float | None,
 ) -> Tensor:
-    """`models.loss.summed_cross_entropy` where each rank has the logits of its part of the vocabulary; all get the sum."""
+    """`models.loss.summed_cross_entropy`, where each rank has the logits of its part of the vocabulary; all get it."""
     hidden_ND, weight_VD = _gather(x_BTD, group).flatten(0, 1), _local(weight_VD)
     targets_N, mask_N = targets_BT.flatten(), mask_BT.flatten()
     size = max(1, MAX_LOGITS // len(weight_VD))
