@@ -126,6 +126,15 @@ class Combine(torch.autograd.Function):
         return dy_MD.to(y_MD.dtype), dw_M.index_select(0, back_M).view_as(w_NK), None, None
 
 
+class Router(nn.Linear):
+    """Logits of experts, in fp32 or wider whatever comes in (Fedus et al. 2022, 2.4)."""
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        dtype = compute_dtype(x_BTD.dtype)
+        bias_E = None if self.bias is None else self.bias.to(dtype)
+        return F.linear(x_BTD.to(dtype), self.weight.to(dtype), bias_E)
+
+
 class MoE(nn.Module):
     """`shared(x) + sum over the chosen experts e of g_e expert_e(x)`, with g the gate weights.
 
@@ -141,13 +150,16 @@ class MoE(nn.Module):
         super().__init__()
         assert config.moe is not None
         self.moe = config.moe
-        self.router = nn.Linear(config.d_model, self.moe.n_experts, bias=self.moe.router_bias)
+        self.router = Router(config.d_model, self.moe.n_experts, bias=self.moe.router_bias)
         self.experts = Experts(config)
         shared = self.moe.n_shared_experts
         self.shared = MLP(config, shared * config.d_ff_expert) if shared else None
         if self.moe.selection_bias:
             self.register_buffer("selection_bias", torch.zeros(self.moe.n_experts, dtype=torch.float32))
         self.carry = here
+        self.whole_rows: Callable[[Tensor], Tensor] = lambda logits_BTE: logits_BTE
+        self.own_part: Callable[[Tensor], Tensor] = lambda choices_BTK: choices_BTK
+        """Where ranks share the tokens of a row: to what is decided over whole rows, and from it."""
         self.total: Callable[[Tensor], Tensor] = lambda counts: counts
         """Sums over all ranks that share a micro-batch, which is one unless the trainer knows of more."""
 
@@ -158,7 +170,8 @@ class MoE(nn.Module):
             counted_BT: bool, the tokens that count for losses and counts; None: all. The others are computed alike.
             drop: whether experts have a capacity where the config gives them one.
         """
-        logits_BTE, scores_BTE = self._score(x_BTD)
+        logits_BTE = self.whole_rows(self.router(x_BTD))
+        scores_BTE = logits_BTE.sigmoid() if self.moe.router == "sigmoid" else logits_BTE.softmax(-1)
         chosen_BTK, weights_BTK = self._choose(scores_BTE)
         assigned_BTE = torch.zeros_like(scores_BTE, dtype=torch.bool).scatter(-1, chosen_BTK, True)
         if counted_BT is None:
@@ -170,7 +183,8 @@ class MoE(nn.Module):
             kept_BTK = self._within_capacity(assigned_BTE).gather(-1, chosen_BTK)
             dropped = (counted_BT[..., None] & ~kept_BTK).sum()
             chosen_BTK = chosen_BTK.where(kept_BTK, self.moe.n_experts)
-        x_ND, chosen_NK, weights_NK = (t.flatten(0, 1) for t in (x_BTD, chosen_BTK, weights_BTK))
+        own = (x_BTD, self.own_part(chosen_BTK), self.own_part(weights_BTK))
+        x_ND, chosen_NK, weights_NK = (t.flatten(0, 1) for t in own)
         y_BTD = self.mix(x_ND, chosen_NK, weights_NK, whole=not limited).view_as(x_BTD)
         if self.moe.aux_loss_over == "sequence":
             balance = balance_loss(scores_BTE, counts_BE, counted_BT)
@@ -195,13 +209,6 @@ class MoE(nn.Module):
         shared_ND = None if self.shared is None else self.shared(x_ND)  # while they travel
         y_ND = Combine.apply(arrival(), weights_NK, back_M, order_M).to(x_ND.dtype)
         return y_ND if shared_ND is None else y_ND + shared_ND
-
-    def _score(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits and scores, in fp32 or wider whatever comes in (Fedus et al. 2022, 2.4)."""
-        dtype, router = compute_dtype(x_BTD.dtype), self.router
-        bias_E = None if router.bias is None else router.bias.to(dtype)
-        logits_BTE = F.linear(x_BTD.to(dtype), router.weight.to(dtype), bias_E)
-        return logits_BTE, logits_BTE.sigmoid() if self.moe.router == "sigmoid" else logits_BTE.softmax(-1)
 
     def _choose(self, scores_BTE: Tensor) -> tuple[Tensor, Tensor]:
         """The chosen experts `(B, T, K)`, best first, and their gate weights."""

@@ -6,6 +6,7 @@ expert.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple, TypedDict
 
 import torch
@@ -39,6 +40,19 @@ class Losses(NamedTuple):
     """Sum of `-log p(target)` over the tokens that count, in nats: a scalar, fp32 (fp64 in a model of fp64)."""
     routing: Routing | None
     """Of all layers with experts together; see `add_up`. None in a dense model."""
+
+
+def look_up(tokens_BT: Tensor, weight_VD: Tensor) -> Tensor:
+    """Rows of the embedding by token."""
+    # Gradients of tokens with one id are summed in fp32. A GPU's kernel does so; the CPU's takes the table's type.
+    summed = compute_dtype(weight_VD.dtype) if weight_VD.device.type == "cpu" else weight_VD.dtype
+    return F.embedding(tokens_BT, weight_VD.to(summed)).to(weight_VD.dtype)
+
+
+def summed_loss(x_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor, mask_BT: Tensor, softcap: float | None) -> Tensor:
+    """`summed_cross_entropy` of rows."""
+    hidden_ND, targets_N, mask_N = x_BTD.flatten(0, 1), targets_BT.flatten(), mask_BT.flatten()
+    return summed_cross_entropy(hidden_ND, weight_VD, targets_N, mask_N, softcap=softcap)
 
 
 class Block(nn.Module):
@@ -108,6 +122,10 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layers))
         self.norm = make_norm(config, config.d_model) if config.final_norm else None
         self.head = None if config.tie_embeddings else nn.Linear(config.d_model, config.vocab, bias=False)
+        # Where ranks share the vocabulary and the tokens of a row, these are other functions.
+        self.look_up: Callable[[Tensor, Tensor], Tensor] = look_up
+        self.own_part: Callable[[Tensor], Tensor] = lambda table_TD: table_TD
+        self.summed_loss: Callable[..., Tensor] = summed_loss
 
     def forward(
         self,
@@ -155,8 +173,7 @@ class Transformer(nn.Module):
             return capped(logits_BTV.to(compute_dtype(logits_BTV.dtype)), self.config.logit_softcap)
         if mask_BT is None:
             mask_BT = torch.ones_like(targets_BT, dtype=torch.bool)
-        hidden_ND, targets_N, mask_N = x_BTD.flatten(0, 1), targets_BT.flatten(), mask_BT.flatten()
-        loss = summed_cross_entropy(hidden_ND, weight_VD, targets_N, mask_N, softcap=self.config.logit_softcap)
+        loss = self.summed_loss(x_BTD, weight_VD, targets_BT, mask_BT, self.config.logit_softcap)
         return Losses(loss, Routing.add_up(routings) if routings else None)
 
     def _documents(self, tokens_BT: Tensor, documents_BT: Tensor | None, cache: KVCache | None) -> Documents | None:
@@ -185,10 +202,7 @@ class Transformer(nn.Module):
                 f"a sequence of {end} tokens is longer than model.max_seq_len={config.max_seq_len}; "
                 "raise model.max_seq_len, or shorten data.seq_len"
             )
-        weight_VD = self.embedding.weight
-        # Gradients of tokens with one id are summed in fp32. A GPU's kernel does so; the CPU's takes the table's type.
-        summed = compute_dtype(weight_VD.dtype) if device.type == "cpu" else weight_VD.dtype
-        x_BTD = F.embedding(tokens_BT, weight_VD.to(summed)).to(weight_VD.dtype)
+        x_BTD = self.look_up(tokens_BT, self.embedding.weight)
         if config.scale_embedding:
             x_BTD = x_BTD * config.d_model**0.5
         dtype = compute_dtype(x_BTD.dtype)
@@ -203,10 +217,10 @@ class Transformer(nn.Module):
                 tables = [table_2TR[:, positions_BT[:, None]] for table_2TR in tables]
             return x_BTD, (tables[0], tables[1])
         if self.position_embedding is not None:
-            x_BTD = x_BTD + take_rows(self.position_embedding(table_T), positions_BT)
+            x_BTD = x_BTD + self.own_part(take_rows(self.position_embedding(table_T), positions_BT))
         elif config.position == "sinusoidal":
             table_TD = sinusoidal_table(table_T, config.d_model, dtype)
-            x_BTD = (x_BTD + take_rows(table_TD, positions_BT)).to(x_BTD.dtype)
+            x_BTD = (x_BTD + self.own_part(take_rows(table_TD, positions_BT))).to(x_BTD.dtype)
         return x_BTD, (None, None)
 
     def expert_layers(self) -> list[MoE]:

@@ -112,7 +112,16 @@ class ParallelConfig(Config):
     )
     dp_shard: int = Field(-1, description="fsdp: ranks that share one copy of the model; -1: all that are left.")
     ep: int = Field(
-        1, ge=1, description="fsdp: ranks, of those of dp_shard, over which the experts of a layer are spread."
+        1, ge=1, description="fsdp: ranks, of those of dp_shard x tp, over which the experts of a layer are spread."
+    )
+    tp: int = Field(
+        1,
+        ge=1,
+        description="fsdp: ranks that share the matrices of every layer and the tokens of every row (tensor and "
+        "sequence parallelism); they read the same rows.",
+    )
+    tp_across_nodes: bool = Field(
+        False, description="Whether the ranks of tp may be on several machines, between which they talk in every layer."
     )
 
     @model_validator(mode="after")
@@ -123,8 +132,9 @@ class ParallelConfig(Config):
             raise ValueError(
                 "engine ddp replicates over all ranks; remove dp_replicate and dp_shard, or use engine: fsdp"
             )
-        if self.engine == "ddp" and self.ep != 1:
-            raise ValueError("engine ddp replicates experts too; remove ep, or use engine: fsdp")
+        for key in ("ep", "tp"):
+            if self.engine == "ddp" and getattr(self, key) != 1:
+                raise ValueError(f"engine ddp replicates everything; remove {key}, or use engine: fsdp")
         return self
 
 
@@ -197,6 +207,25 @@ class TrainingConfig(Config):
                 f"({n_tokens}): some tokens would have no embedding; "
                 f"set model.vocab_size=null to take the tokenizer's"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_shared_matrices(self) -> TrainingConfig:
+        model, tp = self.model, self.parallel.tp
+        vocab = model.vocab_size or (self.data.tokenizer.known_size if self.data.reads_corpus else None)
+        divided = {
+            "model.n_heads": model.n_heads,
+            "model.n_kv_heads": model.kv_heads,
+            "model.d_ff": model.d_ff,
+            "model.vocab_size": vocab,
+            "data.seq_len": self.data.seq_len,
+        }
+        for key, size in divided.items():
+            if size is not None and size % tp:
+                more = f"{-(-size // tp) * tp}" if key != "model.n_kv_heads" else "a multiple of it"
+                raise UserError(
+                    f"'parallel.tp' ({tp}) does not divide '{key}' ({size}); set {key}={more}, or another parallel.tp"
+                )
         return self
 
     @model_validator(mode="after")

@@ -25,7 +25,7 @@ def evaluate(
             predicted tokens, so that tokenizers can be compared.
     """
     loss, tokens, text_bytes = 0.0, 0, 0
-    for batch in batches.eval_batches(config.eval.batches, runtime.rank, runtime.world_size):
+    for batch in batches.eval_batches(config.eval.batches, runtime.data_rank, runtime.data_ranks):
         tokens += int(batch.mask.sum())
         text_bytes += int(token_bytes[batch.targets[batch.mask]].sum())
         for micro in micro_batches(batch, config.train.micro_batch_size, runtime.device):

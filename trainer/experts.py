@@ -46,10 +46,10 @@ def distribute_experts(model: Transformer, mesh: DeviceMesh) -> None:
         layer.carry = AllToAll(mesh.get_group())
 
 
-def balance_over_ranks(model: Transformer) -> None:
-    """Let routers know the load of all ranks, for `aux_loss_over: batch`."""
+def balance_over_ranks(model: Transformer, copies: int) -> None:
+    """Let routers know the load of all ranks, for `aux_loss_over: batch`. `copies` ranks each have the same rows."""
     for layer in model.expert_layers():
-        layer.total = _total
+        layer.total = partial(_total, copies)
 
 
 class AllToAll:
@@ -91,6 +91,6 @@ def _local(parameter: Tensor) -> Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-def _total(values: Tensor) -> Tensor:
+def _total(copies: int, values: Tensor) -> Tensor:
     assert dist.group.WORLD is not None
-    return wait_tensor(all_reduce(values, "sum", dist.group.WORLD))
+    return wait_tensor(all_reduce(values, "sum", dist.group.WORLD)) // copies

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from common.errors import UserError
+from common.ranks import ranks_on_this_machine
 from trainer.config import TrainingConfig
 
 
@@ -16,6 +17,7 @@ class Layout:
     dp_replicate: int
     dp_shard: int
     ep: int
+    tp: int
     micro_batch_size: int
     accumulation: int
     seq_len: int
@@ -28,19 +30,32 @@ class Layout:
     @property
     def world_size(self) -> int:
         """Number of ranks."""
+        return self.data_ranks * self.tp
+
+    @property
+    def data_ranks(self) -> int:
+        """Number of ranks, or groups of `tp` ranks, that read different rows."""
         return self.dp_replicate * self.dp_shard
+
+    @property
+    def efsdp(self) -> int:
+        """Number of ranks that share the same experts."""
+        return self.dp_shard * self.tp // self.ep
 
     @property
     def global_batch_size(self) -> int:
         """Sequences per update over all ranks."""
-        return self.world_size * self.micro_batch_size * self.accumulation
+        return self.data_ranks * self.micro_batch_size * self.accumulation
 
     def describe(self) -> str:
         """The mesh and the batch arithmetic, one line each."""
         ranks = f"{self.world_size} rank{'s' if self.world_size > 1 else ''}"
         mesh = f"mesh   {self.engine}: {ranks} = dp_replicate {self.dp_replicate} x dp_shard {self.dp_shard}"
+        if self.tp > 1:
+            mesh += f" x tp {self.tp}"
+            ranks = f"{self.data_ranks} group{'s' if self.data_ranks > 1 else ''} of ranks"
         if self.ep > 1:
-            mesh += f"; experts: dp_replicate {self.dp_replicate} x efsdp {self.dp_shard // self.ep} x ep {self.ep}"
+            mesh += f"; experts: dp_replicate {self.dp_replicate} x efsdp {self.efsdp} x ep {self.ep}"
         return mesh + "\n" + "\n".join(layout._describe_batch(ranks) for layout in self.stages or (self,))
 
     def _describe_batch(self, ranks: str) -> str:
@@ -70,41 +85,54 @@ def plan_layout(config: TrainingConfig, world_size: int) -> Layout:
 
 def _plan_stage(config: TrainingConfig, world_size: int) -> Layout:
     """Lay a config without stages, or one stage's config, over `world_size` ranks."""
-    parallel, train = config.parallel, config.train
+    parallel, train, tp = config.parallel, config.train, config.parallel.tp
+    here = ranks_on_this_machine()
+    if here is not None and here % tp and not parallel.tp_across_nodes:
+        raise UserError(
+            f"'parallel.tp' ({tp}) does not divide the {here} processes of a machine, so that every layer would wait "
+            f"for the network; choose one of {_divisors(here)}, or set parallel.tp_across_nodes=true"
+        )
+    if world_size % tp:
+        raise UserError(
+            f"'parallel.tp' ({tp}) does not divide the {world_size} processes; "
+            f"choose one of {_divisors(world_size)}, or another --nproc"
+        )
+    data_ranks = world_size // tp
     if parallel.engine == "ddp":
         replicate, shard = world_size, 1
     else:
         replicate, shard = parallel.dp_replicate, parallel.dp_shard
         if shard == -1:
-            if world_size % replicate:
+            if data_ranks % replicate:
                 raise UserError(
-                    f"'parallel.dp_replicate' ({replicate}) does not divide the {world_size} processes; "
-                    f"choose one of {_divisors(world_size)}, or another --nproc"
+                    f"'parallel.dp_replicate' ({replicate}) does not divide the {data_ranks} processes{_each(tp)}; "
+                    f"choose one of {_divisors(data_ranks)}, or another --nproc"
                 )
-            shard = world_size // replicate
-        elif replicate * shard != world_size:
+            shard = data_ranks // replicate
+        elif replicate * shard != data_ranks:
             raise UserError(
                 f"'parallel.dp_replicate' ({replicate}) x 'parallel.dp_shard' ({shard}) is {replicate * shard}, "
-                f"but there are {world_size} processes; set parallel.dp_shard=-1, or --nproc {replicate * shard}"
+                f"but there are {data_ranks} processes{_each(tp)}; set parallel.dp_shard=-1, or "
+                f"--nproc {replicate * shard * tp}"
             )
-    if shard % parallel.ep:
+    if shard * tp % parallel.ep:
         raise UserError(
-            f"'parallel.ep' ({parallel.ep}) does not divide the {shard} ranks of 'parallel.dp_shard'; "
-            f"choose one of {_divisors(shard)}, or another --nproc"
+            f"'parallel.ep' ({parallel.ep}) does not divide the {shard * tp} ranks of "
+            f"'parallel.dp_shard'{' x tp' * (tp > 1)}; choose one of {_divisors(shard * tp)}, or another --nproc"
         )
-    _check_experts(config, shard // parallel.ep)
-    if train.global_batch_size % world_size:
-        fitting = _round_up(train.global_batch_size, world_size * train.micro_batch_size)
+    _check_experts(config, shard * tp // parallel.ep)
+    if train.global_batch_size % data_ranks:
+        fitting = _round_up(train.global_batch_size, data_ranks * train.micro_batch_size)
         raise UserError(
-            f"'train.global_batch_size' ({train.global_batch_size}) is not divisible by the {world_size} processes; "
-            f"set train.global_batch_size={fitting}, or another --nproc"
+            f"'train.global_batch_size' ({train.global_batch_size}) is not divisible by the {data_ranks} "
+            f"processes{_each(tp)}; set train.global_batch_size={fitting}, or another --nproc"
         )
-    per_rank = train.global_batch_size // world_size
+    per_rank = train.global_batch_size // data_ranks
     if per_rank % train.micro_batch_size:
         fitting = max(d for d in _divisors(per_rank) if d <= train.micro_batch_size)
         raise UserError(
             f"'train.micro_batch_size' ({train.micro_batch_size}) does not divide the {per_rank} sequences of a rank "
-            f"(train.global_batch_size {train.global_batch_size} / {world_size} processes); "
+            f"(train.global_batch_size {train.global_batch_size} / {data_ranks} processes{_each(tp)}); "
             f"set train.micro_batch_size={fitting}"
         )
     return Layout(
@@ -112,16 +140,22 @@ def _plan_stage(config: TrainingConfig, world_size: int) -> Layout:
         dp_replicate=replicate,
         dp_shard=shard,
         ep=parallel.ep,
+        tp=tp,
         micro_batch_size=train.micro_batch_size,
         accumulation=per_rank // train.micro_batch_size,
         seq_len=config.data.seq_len,
     )
 
 
+def _each(tp: int) -> str:
+    """What processes are counted by where several read the same rows."""
+    return f" (groups of {tp}, by parallel.tp)" if tp > 1 else ""
+
+
 def _check_experts(config: TrainingConfig, efsdp: int) -> None:
     """Refuse experts that FSDP2 cannot cut evenly where each rank has less than one of them whole."""
     moe, ep = config.model.moe, config.parallel.ep
-    if moe is None or ep == 1 or moe.n_experts // ep % efsdp == 0:
+    if moe is None or (ep == 1 and config.parallel.tp == 1) or moe.n_experts // ep % efsdp == 0:
         return
     for key, width in (("d_ff", config.model.d_ff_expert), ("d_model", config.model.d_model)):
         if width % efsdp:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -45,6 +46,7 @@ def train(config: TrainingConfig, runtime: Runtime) -> RunDirectory:
 def _train(config: TrainingConfig, run: RunDirectory, runtime: Runtime) -> None:
     run.check_config(config)
     layout = plan_layout(config, runtime.world_size)
+    runtime = replace(runtime, tp=layout.tp)
     data = open_run_data(config)
     model_config = config.model.with_vocab_size(data.vocab_size)
     batches = batches_of(config, data)
@@ -59,7 +61,7 @@ def _train(config: TrainingConfig, run: RunDirectory, runtime: Runtime) -> None:
         run.truncate_metrics(done.step)
 
     peak, peak_source = peak_flops(runtime.device, config.train.precision)
-    peak = runtime.sum(peak)
+    peak = runtime.sum(peak) * layout.tp
     token_bytes = data.tokenizer().token_bytes
     steps, tokens = config.train.steps, done.tokens
     feed = Prefetched(batches, steps, finish=pinned if runtime.device.type == "cuda" else None)
@@ -133,7 +135,7 @@ def step_at(
 ) -> StepResult:
     """Update number `step`, counted from 1, with the learning rate, the rows and the layout that belong to it."""
     set_lr(engine.optimizer, learning_rate(step, config))
-    batch = batches.train(step - 1, runtime.rank, runtime.world_size)
+    batch = batches.train(step - 1, runtime.data_rank, runtime.data_ranks)
     layout = layout.at(config.stage_at(step).number)
     return train_step(engine, batch, layout, runtime, config.train.grad_clip, config.model.moe)
 

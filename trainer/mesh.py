@@ -1,4 +1,4 @@
-"""Device meshes (rule 2): data ranks are `dp_replicate x dp_shard`, and for experts `dp_replicate x efsdp x ep`."""
+"""Device meshes (rule 2): ranks are `dp_replicate x dp_shard x tp`, and for experts `dp_replicate x efsdp x ep`."""
 
 from __future__ import annotations
 
@@ -7,13 +7,17 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from trainer.layout import Layout
 
 
-def expert_mesh(mesh: DeviceMesh, ep: int) -> DeviceMesh:
-    """The same ranks for experts: `dp_shard` as `efsdp x ep`, where the `ep` ranks of a group follow one another."""
-    return mesh._unflatten("dp_shard", (mesh["dp_shard"].size() // ep, ep), ("efsdp", "ep"))
+def expert_mesh(layout: Layout, device_type: str) -> DeviceMesh:
+    """The same ranks for experts: `dp_replicate x efsdp x ep`, where the `ep` ranks of a group follow one another."""
+    return init_device_mesh(
+        device_type, (layout.dp_replicate, layout.efsdp, layout.ep), mesh_dim_names=("dp_replicate", "efsdp", "ep")
+    )
 
 
 def build_mesh(layout: Layout, device_type: str) -> DeviceMesh:
-    """The mesh of all ranks with dimensions `dp_replicate` and `dp_shard`, replicas outermost."""
+    """The mesh of all ranks: replicas outermost, and the `tp` ranks of a group one after another."""
     return init_device_mesh(
-        device_type, (layout.dp_replicate, layout.dp_shard), mesh_dim_names=("dp_replicate", "dp_shard")
+        device_type,
+        (layout.dp_replicate, layout.dp_shard, layout.tp),
+        mesh_dim_names=("dp_replicate", "dp_shard", "tp"),
     )

@@ -1,4 +1,5 @@
-"""Parallelism, applied to a plain model from outside, in one order: experts, checkpointing, compile, sharding.
+"""Parallelism, applied to a plain model from outside, in one order: tensors, experts, checkpointing,
+compile, sharding.
 
 All three wrap each block's `forward` on the instance or add hooks around it, so that no parameter changes its name.
 """
@@ -21,15 +22,19 @@ from trainer.experts import balance_over_ranks, distribute_experts
 from trainer.layout import Layout
 from trainer.mesh import expert_mesh
 from trainer.precision import mixed_precision
+from trainer.tensors import distribute_matrices
 
 
 def parallelize(model: Transformer, train: TrainConfig, layout: Layout, mesh: DeviceMesh) -> None:
     """Apply a config's knobs to a model on the meta device, in place. Afterwards its parameters are DTensors."""
-    of_experts = expert_mesh(mesh, layout.ep) if layout.ep > 1 else None
-    if of_experts is not None:
+    if layout.tp > 1:
+        distribute_matrices(model, mesh["tp"])
+    apart = model.config.moe is not None and layout.ep * layout.tp > 1
+    of_experts = expert_mesh(layout, mesh.device_type) if apart else None
+    if of_experts is not None and layout.ep > 1:
         distribute_experts(model, of_experts["ep"])
     if model.config.moe is not None and model.config.moe.aux_loss_over == "batch":
-        balance_over_ranks(model)
+        balance_over_ranks(model, layout.tp)
     if train.activation_checkpointing != "none":
         checkpoint_blocks(model, train.activation_checkpointing, train.activation_checkpointing_every)
     if train.compile:
@@ -47,7 +52,7 @@ def _shard(
     policy = mixed_precision(train.precision)
     if of_experts is not None:
         shared = of_experts["dp_replicate", "efsdp"] if layout.dp_replicate > 1 else of_experts["efsdp"]
-        place = partial(_place_of_experts, layout.dp_shard // layout.ep)
+        place = partial(_place_of_experts, layout.efsdp)
         for layer in model.expert_layers():
             fully_shard(layer.experts, mesh=shared, mp_policy=policy, shard_placement_fn=place)
             _sum_gradients(layer.experts)
@@ -58,7 +63,8 @@ def _shard(
             # resumed run sums in another order than an unbroken one.
             replicate(module, mesh=mesh["dp_replicate"], mp_policy=policy)
         else:
-            fully_shard(module, mesh=mesh if layout.dp_replicate > 1 else mesh["dp_shard"], mp_policy=policy)
+            data = mesh["dp_replicate", "dp_shard"] if layout.dp_replicate > 1 else mesh["dp_shard"]
+            fully_shard(module, mesh=data, mp_policy=policy)
         _sum_gradients(module)
 
 
@@ -71,5 +77,5 @@ def _sum_gradients(module: nn.Module) -> None:
 
 def _place_of_experts(efsdp: int, parameter: nn.Parameter) -> Shard:
     """Whole experts for each rank, where there are enough for all; else a part of each, along its first dimension."""
-    assert isinstance(parameter, DTensor)
-    return Shard(0) if parameter.to_local().shape[0] % efsdp == 0 else Shard(1)
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return Shard(0) if local.shape[0] % efsdp == 0 else Shard(1)

@@ -25,6 +25,18 @@ class Runtime:
     rank: int
     world_size: int
     device: torch.device
+    tp: int = 1
+    """How many ranks, one after another, read the same rows and compute the same losses."""
+
+    @property
+    def data_rank(self) -> int:
+        """Which rows this rank reads, as a number below `data_ranks`."""
+        return self.rank // self.tp
+
+    @property
+    def data_ranks(self) -> int:
+        """How many ranks or groups of ranks read different rows."""
+        return self.world_size // self.tp
 
     @property
     def is_main(self) -> bool:
@@ -32,14 +44,14 @@ class Runtime:
         return self.rank == 0
 
     def sum(self, value: float | torch.Tensor) -> float:
-        """Sum of a number over all ranks, in float64; every rank gets the same."""
+        """Sum of a number over all data ranks, in float64; every rank gets the same."""
         return float(self.sums(torch.as_tensor(value)).item())
 
     def sums(self, values: torch.Tensor) -> torch.Tensor:
-        """Elementwise sums of a tensor over all ranks, in float64."""
+        """Elementwise sums of a tensor over all data ranks, in float64."""
         total = values.detach().to(self.device, torch.float64, copy=True)
         dist.all_reduce(total)
-        return total
+        return total / self.tp
 
 
 @contextmanager

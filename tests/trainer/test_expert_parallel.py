@@ -64,6 +64,17 @@ def test_and_after_twenty_steps(gang: Gang, paragraphs: Path) -> None:
     hold(gang.run(against_one_process, arguments, 20, world=world)[0], "sigmoid", 20)
 
 
+def test_another_choice_is_noticed(gang: Gang, paragraphs: Path) -> None:
+    """Of a rank whose tokens go to the experts that they like least."""
+    where = "(1 if __import__('os').environ['RANK'] != '1' else -1)"
+    fault = ("models.moe", "chosen_BTK = wanted_BTE.topk(", f"chosen_BTK = (wanted_BTE * {where}).topk(")
+    world, keys = LAYOUTS["fsdp4-ep4"]
+    arguments = [f"data.corpus={paragraphs}", *KINDS["softmax"], *keys]
+    compared = gang.run(against_one_process, arguments, 1, "as it starts", False, fault, world=world)[0]
+    assert 0.9 * 2 * 128 < compared.routed.differ <= 2 * 128
+    assert any(name.startswith("gradient of blocks.0.moe.router.weight") for name in compared.failed())
+
+
 @pytest.mark.parametrize(
     ("layout", "kind", "edit", "masked"),
     [
@@ -139,7 +150,10 @@ def free(gang: Gang, paragraphs: Path) -> dict[str, list[Ran]]:
 
 @pytest.mark.parametrize("name", [name for name in FREE if name != "one"])
 def test_free_steps(free: dict[str, list[Ran]], name: str) -> None:
-    """Losses to 1e-5 over 20 steps; norms to 1e-3, as near ties make them jump, also between accumulations."""
+    """Losses to 1e-5 over 20 steps; norms to 1e-3, as near ties may make them jump, also between accumulations.
+
+    Measured: losses 7e-8, norms 2e-6.
+    """
     ours, (plain,) = free[name][0], free["one"]
     for key, tolerance in {"loss": 1e-5, "aux_loss": 1e-5, "z_loss": 1e-5, "grad_norm": 1e-3}.items():
         pairs = list(zip(getattr(ours, key), getattr(plain, key), strict=True))

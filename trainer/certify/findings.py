@@ -12,8 +12,9 @@ _FP32 = {"initial weight": 0.0, "loss": 1e-6, "gradient norm": 1e-6, "gradient":
 # The plain process rounds to half precision where the layout does, so that differences are as small. But the head's
 # gradient is rounded once a chunk of logits in training (models/loss.py), and once a micro-batch there.
 _HALF = {**_FP32, "gradient norm": 1e-5, "gradient": 3e-3}
-# torch.compile does not round between the operators that it fuses, as the plain process does; and where ranks balance
-# experts together, the plain process has one micro-batch, and so one gradient to round, where they have several.
+# torch.compile does not round between the operators that it fuses, as the plain process does; where ranks balance
+# experts together, the plain process has one micro-batch, and so one gradient to round, where they have several; and
+# ranks that share a matrix round their parts of a sum.
 _HALF_APART = {**_FP32, "loss": 1e-3, "gradient norm": 1e-2, "gradient": 3e-2}
 _COUNTED = {"skipped update": 0.0, "copies that differ": 0.0, "late compilations": 0.0}
 # A tensor whose norm is less than this part of the norm over all tensors is compared with that instead of its own.

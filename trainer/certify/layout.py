@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -43,6 +44,7 @@ def certify_layout(
         UserError: the model does not fit in one process and may not be shrunken.
     """
     layout = plan_layout(config, runtime.world_size)
+    runtime = replace(runtime, tp=layout.tp)
     data = open_run_data(config)
     wanted = config.model.with_vocab_size(data.vocab_size)
     model = _agree_on_model(wanted, layout, runtime, may_shrink)
@@ -56,7 +58,7 @@ def certify_layout(
     with fresh_memory_is_nan():
         engine = build_engine(config, model, layout, runtime)
     together = model.moe is not None and model.moe.aux_loss_over == "batch"
-    findings = Findings(config.train.precision, rounds_apart=config.train.compile or together)
+    findings = Findings(config.train.precision, rounds_apart=config.train.compile or together or layout.tp > 1)
     reference = Reference(config, model, batches, runtime) if runtime.is_main else None
 
     def compare_weights(quantity: str, step: int) -> None:

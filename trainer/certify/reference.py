@@ -44,7 +44,7 @@ class Reference:
     def __init__(self, config: TrainingConfig, model_config: ModelConfig, batches: Feed, runtime: Runtime):
         """`runtime` is the layout's: what counts here is its device, and for `aux_loss_over: batch` how many ranks."""
         self._config, self._batches, self._device = config, batches, runtime.device
-        self._ranks = runtime.world_size
+        self._ranks = runtime.data_ranks
         device = runtime.device
         with torch.device("meta"):
             model = Transformer(model_config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -48,6 +49,7 @@ def _run(
 ) -> list[dict[str, str]]:
     """Digests of all that a run consists of on this rank, at its start and after each step."""
     layout, data = plan_layout(config, runtime.world_size), open_run_data(config)
+    runtime = replace(runtime, tp=layout.tp)
     engine = build_engine(config, config.model.with_vocab_size(data.vocab_size), layout, runtime)
     batches = batches_of(config, data)
     digests = [{key: digest(tensor) for key, tensor in engine.state_dict().items()}]
