@@ -1,4 +1,5 @@
-"""Speed of our layer with experts against those of `transformers` and DeepSpeed: same shapes, weights and threads, fp32.
+"""Speed of our layer with experts against those of `transformers` and DeepSpeed: same shapes, weights and threads,
+fp32.
 
     python benchmarks/moe.py [--shape 2048x512x1024x8x2 ...] [--rounds 7] [--json FILE]
 

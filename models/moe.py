@@ -121,7 +121,7 @@ class Combine(torch.autograd.Function):
     def backward(ctx: Any, *dy: Tensor) -> tuple[Tensor | None, ...]:
         y_MD, w_NK, back_M, order_M = ctx.saved_tensors
         dy_MD = dy[0].index_select(0, order_M // w_NK.shape[1])
-        dw_M = torch.einsum("md,md->m", dy_MD, y_MD.to(dy_MD.dtype))
+        dw_M = (dy_MD * y_MD).sum(-1)
         dy_MD = dy_MD.mul_(w_NK.flatten().index_select(0, order_M)[:, None])
         return dy_MD.to(y_MD.dtype), dw_M.index_select(0, back_M).view_as(w_NK), None, None
 

@@ -128,6 +128,10 @@ class Compared(NamedTuple):
 
     findings: list[Finding]
     routed: Routed
+    missing: list[str]
+    """Parameters that this rank had no gradient of, not even zeros."""
+    learning: list[int]
+    """Experts of the last layer whose gradient was not zero in the last step."""
 
     def failed(self) -> list[str]:
         """What is beyond its tolerance."""
@@ -156,7 +160,7 @@ def against_one_process(
     import torch.distributed as dist
 
     import trainer.certify.layout as module
-    from trainer.certify.looking import weights
+    from trainer.certify.looking import weights, whole
     from trainer.certify.reference import Reference
     from trainer.config import load_config
     from trainer.layout import plan_layout
@@ -170,6 +174,7 @@ def against_one_process(
         stack.enter_context(_watched(choices))
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         build, step_at, batches_of = module.build_engine, module.step_at, module.batches_of
+        compare, missing, learning = module._compare_gradients, set(), []
         of_reference: list[Any] = [None]
 
         def build_edited(*arguments: Any) -> Any:
@@ -194,10 +199,18 @@ def against_one_process(
             choices.start(of_reference[0], step, runtime.rank)
             return step_at(step, *arguments)
 
+        def seen_gradients(engine: Any, *arguments: Any) -> None:
+            gradients = engine.gradients()
+            missing.update(engine.parameters.keys() - gradients.keys())
+            *_, last = (gradient for name, gradient in gradients.items() if name.endswith("experts.w_down"))
+            learning[:] = whole(last).flatten(1).any(1).nonzero().flatten().tolist()
+            compare(engine, *arguments)
+
+        patch.setattr(module, "_compare_gradients", seen_gradients)
         patch.setattr(module, "build_engine", build_edited)
         patch.setattr(module, "Reference", Edited)
         patch.setattr(module, "step_at", compared_step)
         if masked:
             patch.setattr(module, "batches_of", lambda *arguments: Masked(batches_of(*arguments)))
         findings, _ = module.certify_layout(config, runtime, steps, False, lambda _: None)
-        return Compared(findings.worst_first(), choices.result())
+        return Compared(findings.worst_first(), choices.result(), sorted(missing), learning)

@@ -32,8 +32,8 @@ _VARLEN = "torch_attn._varlen_attn.default"  # within documents, on a GPU; it ex
 # Tokens on their way to experts and back: in the backward pass they need not travel again.
 _TRAVEL = {"_c10d_functional.all_to_all_single.default", "_c10d_functional.wait_tensor.default"}
 _LINEAR = {_aten.mm.default, _aten.addmm.default}
-# A profiler's labels are no part of a block: around experts of their own mesh FSDP2 sets one more when they are computed
-# again, which selective checkpointing would take for an operator that it has not seen.
+# A profiler's labels are no part of a block: around experts of their own mesh FSDP2 sets one more when they are
+# computed again, which selective checkpointing would take for an operator that it has not seen.
 _profiler = torch.ops.profiler
 SAC_IGNORED_OPS.update({_profiler._record_function_enter_new.default, _profiler._record_function_exit._RecordFunction})
 

@@ -174,6 +174,7 @@ CHANGES: dict[str, Change] = {
     "parallel.dp_replicate": to("2", world=2),
     "parallel.dp_shard": to("1", world=2),  # with one replica, two ranks are then one too many
     "parallel.ep": to("2", *MOE, world=2),
+    "parallel.tp": to("2", world=2),
     "checkpoint.every": to("1"),
     "checkpoint.keep": to("1", "checkpoint.every=1"),
     "checkpoint.async": Change(ALL),
@@ -186,5 +187,7 @@ CHANGES: dict[str, Change] = {
 
 # Keys that no run can show to act, and why. A key belongs here only if nothing that one may see depends on it.
 EXCEPTIONS: dict[str, str] = {
+    "parallel.tp_across_nodes": "it permits a layout over several machines, and tests have one "
+    "(test_tensor_parallel.py tells the two values apart)",
     "data.tokenizer.kind": "each kind has keys of its own (vocab_size, path), so it cannot change alone",
 }
