@@ -34,7 +34,7 @@ def norm_of_spread(replicate: int) -> float:
 
     with start_runtime() as runtime:
         shard = runtime.world_size // replicate
-        mesh = build_mesh(Layout("fsdp", replicate, shard, 1, 1, 1, 1), "cpu")
+        mesh = build_mesh(Layout("fsdp", replicate, shard, 1, 1, 1, 1, 1), "cpu")["dp_replicate", "dp_shard"]
         placements = [
             [Replicate(), Shard(0)],
             [Replicate(), Replicate()],
