@@ -62,7 +62,9 @@ def ours(name: str, options: dict[str, Any], sharding: str) -> dict[str, Tensor]
     with start_runtime() as runtime:
         world = runtime.world_size
         replicate = {"shard": 1, "hybrid": 2, "replicate": world}[sharding]
-        mesh = build_mesh(Layout("fsdp", replicate, world // replicate, 1, 1, 1, 1, 1), "cpu")["dp_replicate", "dp_shard"]
+        mesh = build_mesh(Layout("fsdp", replicate, world // replicate, 1, 1, 1, 1, 1), "cpu")[
+            "dp_replicate", "dp_shard"
+        ]
 
         def spread(tensor: Tensor) -> DTensor:
             return distribute_tensor(tensor, mesh, [Replicate(), Shard(0)])

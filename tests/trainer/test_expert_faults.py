@@ -83,8 +83,8 @@ CERTIFIED: dict[str, tuple[Fault, str, str, list[str], str]] = {
     "expert-parallel ranks reading one stream": (
         (
             "trainer.loop",
-            "batches.train(step - 1, runtime.rank, ",
-            "batches.train(step - 1, runtime.rank // layout.ep * layout.ep, ",
+            "batches.train(step - 1, runtime.data_rank, ",
+            "batches.train(step - 1, runtime.data_rank // layout.ep * layout.ep, ",
         ),
         "fsdp4-ep2",
         "softmax",

@@ -33,7 +33,7 @@ CASES = {
     "e": ("hsdp2x2-ep2", "batch", ["train.micro_batch_size=2", FULL]),
     "f": ("fsdp4", "softmax", [PAD, SELECTIVE]),
     "g": ("one", "sigmoid", []),
-    "h": ("fsdp4-ep4", "biases", [ACCUMULATE, SELECTIVE, PAD]),
+    "h": ("fsdp4-ep4", "biases", [SELECTIVE, PAD]),
 }
 
 
@@ -179,9 +179,9 @@ def test_the_selection_bias_has_moved_as_often_everywhere(free: dict[str, list[R
 
 @pytest.mark.parametrize("name", [name for name in FREE if name != "one"])
 def test_copies_stay_the_same_to_the_bit(free: dict[str, list[Ran]], name: str) -> None:
-    """What several ranks hold is the same on all after each of 20 clipped steps, and so is the norm they clip by."""
+    """What several ranks hold is the same on all during 20 clipped steps, and so is the norm they clip by."""
     for rank in free[name]:
-        assert rank.copies_that_differ == [0] * STEPS
+        assert rank.copies_that_differ == [0] * (STEPS // 5)
         assert rank.grad_norm == free[name][0].grad_norm
         assert min(rank.grad_norm) > float(CLIP.split("=")[1])
 
@@ -190,13 +190,17 @@ def gate_weights(bias: float) -> tuple[Tensor, Tensor, bool]:
     """The choice and the gate weights of a layer, and whether its selection bias is something to learn."""
     from tests.models.test_moe import GLM, make
 
-    layer = make(GLM)
+    layer, chosen = make(GLM), []
     layer.selection_bias.zero_()[2] = bias
-    x_BTD = torch.randn(3, 10, 16, generator=torch.Generator().manual_seed(1))
-    scores_BTE = layer._score(x_BTD)[1]
-    y_BTD, _ = layer(x_BTD)
-    y_BTD.sum().backward()
-    return *layer._choose(scores_BTE), layer.selection_bias.requires_grad or layer.selection_bias.grad is not None
+
+    def seen_choose(scores_BTE: Tensor) -> tuple[Tensor, Tensor]:
+        chosen.append(MoE._choose(layer, scores_BTE))
+        return chosen[0]
+
+    layer._choose = seen_choose  # type: ignore[method-assign]
+    y_BTD, routing = layer(torch.randn(3, 10, 16, generator=torch.Generator().manual_seed(1)))
+    (y_BTD.sum() + routing.balance + routing.z).backward()
+    return *chosen[0], layer.selection_bias.requires_grad or layer.selection_bias.grad is not None
 
 
 def test_the_selection_bias_selects_and_no_more() -> None:
