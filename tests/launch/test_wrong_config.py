@@ -16,8 +16,7 @@ from trainer.layout import plan_layout
     ("words", "parts"),
     [
         # Kinds of parallelism, engines and optimizers that are not built.
-        ("parallel.tp=2", ["unknown key 'parallel.tp'", "known here: dp_replicate"]),
-        ("parallel.cp=2", ["unknown key 'parallel.cp'"]),
+        ("parallel.cp=2", ["unknown key 'parallel.cp'", "known here: dp_replicate"]),
         ("parallel.pp=2", ["unknown key 'parallel.pp'"]),
         ("model.ssm.n_states=8", ["override 'model.ssm.n_states=8'", "unknown key 'model.ssm'"]),
         ("parallel.engine=deepspeed", ["'parallel.engine'", "'fsdp' or 'ddp'"]),
@@ -35,6 +34,7 @@ from trainer.layout import plan_layout
         ("model.vocab_size=511", ["'model.vocab_size' (511)", "'data.tokenizer.vocab_size' (512)", "set model"]),
         ("data.dtype=uint16 data.tokenizer.vocab_size=65537", ["data.dtype", "uint16", "set data.dtype to int32"]),
         ("parallel.engine=ddp parallel.dp_shard=2", ["'parallel'", "remove dp_replicate and dp_shard"]),
+        ("parallel.tp=2", ["'parallel.tp' (2)", "does not divide the 1 processes"]),
         ("parallel.dp_shard=0", ["'dp_shard' must be positive, or -1"]),
         ("optim.momentum=0.9", ["'optim'", "'momentum' does nothing under name: adamw", "remove it"]),
         ("run.name=a/b", ["'run.name'", "plain folder name", "run.dir"]),
