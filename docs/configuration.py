@@ -92,7 +92,8 @@ def inner_section(annotation: Any) -> tuple[type[Config] | None, str]:
         if isinstance(kind, type) and issubclass(kind, Config):
             return kind, ""
     if typing.get_origin(annotation) is dict:
-        return typing.get_args(annotation)[1], "<role>."
+        inner, _ = inner_section(typing.get_args(annotation)[1])
+        return inner, "<role>." if inner else ""
     if typing.get_origin(annotation) is list:
         inner, _ = inner_section(typing.get_args(annotation)[0])
         return inner, "<n>."
@@ -129,7 +130,7 @@ def in_words(annotation: Any) -> str:
     if origin is tuple:
         return f"list of {len(arguments)} {in_words(arguments[0])}s"
     if origin is dict:
-        return f"sections under {in_words(arguments[0])}"
+        return "a mapping" if arguments[1] is Any else f"sections under {in_words(arguments[0])}"
     if isinstance(annotation, type) and issubclass(annotation, Config):
         return "a section"
     return _TYPES[annotation]

@@ -1,8 +1,9 @@
-"""From named parameters and their roles to a `torch.optim` optimizer whose state exists from the start."""
+"""From named parameters and their roles to an optimizer whose state exists from the start."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -10,7 +11,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from common.errors import UserError
-from optim.config import OptimConfig
+from optim.config import RULES, OptimConfig
+from optim.matrix import MatrixOptimizer
+from optim.ownership import matrices_of
+from optim.rule import Rule
 
 _CLASSES: dict[str, type[Optimizer]] = {
     "adamw": torch.optim.AdamW,
@@ -44,17 +48,15 @@ def parameter_groups(
         # Kernels that update many tensors at once take distributed ones of one mesh.
         mesh = getattr(parameter, "device_mesh", None)
         names_of.setdefault((roles[name]["role"], mesh), []).append(name)
-    return [
-        {
-            "params": [parameters[name] for name in names],
-            "names": names,
-            "role": role,
-            "lr": config.lr * config.lr_scale_of(role),
-            "lr_scale": config.lr_scale_of(role),
-            "weight_decay": config.weight_decay_of(role),
-        }
-        for (role, _), names in names_of.items()
-    ]
+    groups = []
+    for (role, _), names in names_of.items():
+        lr = config.lr_of(role)
+        group = {"params": [parameters[name] for name in names], "names": names, "role": role, "lr": lr}
+        group |= {"lr_scale": lr / config.lr, "weight_decay": config.weight_decay_of(role)}
+        if config.is_rule and not config.has_matrices(role):
+            group |= {"betas": config.adamw.betas, "eps": config.adamw.eps}
+        groups.append(group)
+    return groups
 
 
 def build_optimizer(
@@ -67,11 +69,42 @@ def build_optimizer(
         roles: name to `{"role": ..., ...}` as the model declares them.
     """
     groups = parameter_groups(parameters, roles, config)
+    if config.is_rule:
+        matrices = {
+            name: matrices_of(name, parameter.shape, roles[name], config.split_heads)
+            for name, parameter in parameters.items()
+            if config.has_matrices(roles[name]["role"])
+        }
+        if not matrices:
+            raise UserError(f"'optim.name' is {config.name}, but the model has no matrix for it; use adamw")
+        return MatrixOptimizer(groups, matrices, make_rule(config))
     # torch's fused kernels round differently in a tensor's last elements, so a shard would not equal its part of the
     # whole, bit for bit; the foreach kernels do.
-    optimizer = _CLASSES[config.name](groups, lr=config.lr, foreach=True, **config.options())  # type: ignore[call-arg]
+    optimizer = _CLASSES[config.name](groups, lr=config.lr, foreach=True, **config.resolved())  # type: ignore[call-arg]
     _create_state(optimizer, config)
     return optimizer
+
+
+def make_rule(config: OptimConfig) -> Rule:
+    """The rule for matrices that a config names, with its options.
+
+    Raises:
+        UserError: there is no such class, it is no `Rule`, or it does not take these options.
+    """
+    where = RULES.get(config.name, config.name)
+    module, _, attribute = where.partition(":")
+    try:
+        made = getattr(import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise UserError(
+            f"'optim.name' is {config.name}, but {error}; install the package, or name it in PYTHONPATH"
+        ) from None
+    if not (isinstance(made, type) and issubclass(made, Rule)):
+        raise UserError(f"'optim.name' is {config.name}, which is no class derived from optim.rule.Rule")
+    try:
+        return made(**config.resolved())
+    except (TypeError, ValueError) as error:
+        raise UserError(f"'optim.options' do not fit {config.name}: {error}") from None
 
 
 def set_lr(optimizer: Optimizer, lr: float) -> None:
@@ -81,7 +114,12 @@ def set_lr(optimizer: Optimizer, lr: float) -> None:
 
 
 def named_state(optimizer: Optimizer) -> dict[str, Tensor]:
-    """Every state tensor as `{parameter name}.{state name}`; views of the live state, at least one-dimensional."""
+    """Every state tensor as `{parameter name}.{state name}`; views of the live state, at least one-dimensional.
+
+    A rule for matrices keeps a matrix' state on one rank: what ranks have differs, and together it is all.
+    """
+    if isinstance(optimizer, MatrixOptimizer):
+        return optimizer.named_state()
     result: dict[str, Tensor] = {}
     for group in optimizer.param_groups:
         for name, parameter in zip(group["names"], group["params"], strict=True):
@@ -92,7 +130,7 @@ def named_state(optimizer: Optimizer) -> dict[str, Tensor]:
 
 def _create_state(optimizer: Optimizer, config: OptimConfig) -> None:
     """Fill in the state that `torch.optim` would make lazily: zeros, which give the same first step bit for bit."""
-    momentum = config.options().get("momentum")
+    momentum = config.resolved().get("momentum")
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             state = optimizer.state[parameter]

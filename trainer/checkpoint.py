@@ -17,7 +17,7 @@ import json
 import shutil
 import threading
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, cast
@@ -154,7 +154,9 @@ def load_engine(folder: Path, engine: Engine, runtime: Runtime, weights_only: bo
     state = engine.state_dict()
     if weights_only:
         state = {name: tensor for name, tensor in state.items() if name.startswith("model.")}
-    _load(folder, state, no_dist=False, partial=weights_only)
+    names: list[Any] = [None] * runtime.world_size
+    dist.all_gather_object(names, list(state))  # an optimizer of matrices keeps a matrix' state on one rank
+    _load(folder, state, no_dist=False, partial=weights_only, elsewhere={name for those in names for name in those})
     engine.load_state_dict(state)
 
 
@@ -166,12 +168,17 @@ def load_weights(folder: Path, model: torch.nn.Module) -> None:
     _load(folder, state, no_dist=True, partial=True)
 
 
-def _load(folder: Path, state: dict[str, Tensor], no_dist: bool, partial: bool = False) -> None:
-    """Read tensors in place; names and shapes must agree exactly, but for what `partial` leaves out."""
+def _load(
+    folder: Path, state: dict[str, Tensor], no_dist: bool, partial: bool = False, elsewhere: Set[str] = frozenset()
+) -> None:
+    """Read tensors in place; names and shapes must agree exactly, but for what `partial` leaves out.
+
+    `elsewhere` are the names of tensors that any rank reads.
+    """
     reader = HuggingFaceStorageReader(str(folder))
     saved: Mapping[str, Any] = reader.read_metadata().state_dict_metadata
-    missing = sorted(state.keys() - saved.keys())
-    unexpected = sorted(saved.keys() - state.keys()) if not partial else []
+    missing = sorted((state.keys() | elsewhere) - saved.keys())
+    unexpected = sorted(saved.keys() - state.keys() - elsewhere) if not partial else []
     reshaped = sorted(k for k in state.keys() & saved.keys() if tuple(state[k].shape) != tuple(saved[k].size))
     for names, problem in (
         (missing, "lacks"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -149,6 +150,11 @@ class CheckpointConfig(Config):
         description="auto: continue from the newest committed checkpoint of this run; never: refuse a run that "
         "has one; a path: start this run from that checkpoint.",
     )
+    load_optimizer: bool = Field(
+        True,
+        description="false: of the checkpoint that `resume` names take weights, step and position in the data, and "
+        "begin with a fresh optimizer.",
+    )
 
 
 class EvalConfig(Config):
@@ -233,17 +239,13 @@ class TrainingConfig(Config):
         moe, ep = self.model.moe, self.parallel.ep
         if moe is None and ep > 1:
             raise UserError("'parallel.ep' spreads experts, and the model has none; remove it, or set model.moe")
-        if moe is not None and moe.n_experts % ep:
-            raise UserError(
-                f"'parallel.ep' ({ep}) does not divide the {moe.n_experts} experts of 'model.moe.n_experts'; "
-                f"set parallel.ep to a divisor of it"
-            )
         if moe is not None and moe.capacity_factor is not None:
             share = self.data.seq_len * moe.top_k / moe.n_experts
             if moe.capacity_factor * share < 1:
+                enough = math.ceil(100 / share) / 100  # two digits are read more easily
                 raise UserError(
                     f"'model.moe.capacity_factor' ({moe.capacity_factor:g}) leaves an expert less than one token of a "
-                    f"row of {self.data.seq_len}; set it to {1 / share:.3g} or more, or data.seq_len to more"
+                    f"row of {self.data.seq_len}; set it to {enough:g} or more, or data.seq_len to more"
                 )
         return self
 

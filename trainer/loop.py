@@ -17,7 +17,9 @@ from data.prefetch import Prefetched
 from models.flops import training_flops_per_token
 from models.moe_config import MoEConfig
 from optim.build import set_lr
+from optim.matrix import MatrixOptimizer
 from optim.schedules import lr_factor
+from optim.table import routing_table
 from trainer.batch import micro_batches, pinned
 from trainer.build import build_engine
 from trainer.checkpoint import Checkpointer
@@ -67,6 +69,8 @@ def _train(config: TrainingConfig, run: RunDirectory, runtime: Runtime) -> None:
     feed = Prefetched(batches, steps, finish=pinned if runtime.device.type == "cuda" else None)
     with checkpointer, feed, Reporter(run, runtime.is_main, done.step, steps) as reporter:
         reporter.say(layout.describe())
+        if isinstance(engine.optimizer, MatrixOptimizer):
+            reporter.say(routing_table(engine.optimizer, config.optim.name, config.optim.lr))
         if runtime.is_main:  # it may take a look at every document
             reporter.say(batches.describe())
         reporter.say(f"speed  {peak / 1e9:,.0f} GFLOP/s at most over all ranks ({peak_source}); MFU counts against it")

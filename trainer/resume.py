@@ -62,10 +62,12 @@ def resume(config: TrainingConfig, run: RunDirectory, data: RunData, engine: Eng
         return Progress(0, 0)
     state = read_trainer_state(folder)
     check_fits(folder, state, config, config.model.with_vocab_size(data.vocab_size), data)
-    load_engine(folder, engine, runtime)
+    # The state in a run's own checkpoints is never left behind.
+    fresh = not config.checkpoint.load_optimizer and folder.parent != run.checkpoints
+    load_engine(folder, engine, runtime, weights_only=fresh)
     engine.load_scaler_state(state.get("loss_scaler", {}))  # a checkpoint from before fp16 has none
     if runtime.is_main:
-        get_logger().info("resumed from %s", folder)
+        get_logger().info("resumed from %s%s", folder, ", with a fresh optimizer" if fresh else "")
     return Progress(state["step"], state["tokens"])
 
 

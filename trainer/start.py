@@ -70,10 +70,10 @@ def check_fits(folder: Path, state: dict[str, Any], config: TrainingConfig, mode
             f"not {ours.get(key)}; set model.{key}={theirs.get(key)}, or choose another checkpoint"
         )
     optimizer = state["config"]["optim"]["name"]
-    if optimizer != config.optim.name:
+    if optimizer != config.optim.name and config.checkpoint.load_optimizer:
         raise UserError(
-            f"{folder} is a checkpoint of another optimizer: its 'optim.name' is {optimizer}, "
-            f"not {config.optim.name}; set optim.name={optimizer}, or choose another checkpoint"
+            f"{folder} is a checkpoint of another optimizer: its 'optim.name' is {optimizer}, not {config.optim.name}; "
+            f"set optim.name={optimizer}, or checkpoint.load_optimizer=false to go on with a fresh optimizer"
         )
     hashes = {"tokenizer_hash": data.tokenizer_hash, "data_hash": data.data_hash_at(config, state["step"])}
     for key, what in (("tokenizer_hash", "tokenizer"), ("data_hash", "corpus")):

@@ -256,7 +256,7 @@ def test_transformer_schedule_of_the_page() -> None:
 
     (block,) = blocks(ROOT / "docs" / "optimizers.md", "yaml")
     config = TrainingConfig.model_validate(yaml.safe_load(block))
-    assert config.optim.options() == {"betas": (0.9, 0.98), "eps": 1e-9}
+    assert config.optim.resolved() == {"betas": (0.9, 0.98), "eps": 1e-9}
     for step in (1, 100, 4000, 100_000):
         expected = 512**-0.5 * min(step**-0.5, step * 4000**-1.5)
         assert config.optim.lr * lr_factor(config.schedule, step, 100_000) == pytest.approx(expected, rel=1e-4)

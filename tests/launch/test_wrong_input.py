@@ -71,7 +71,7 @@ def test_run_directory_of_another_run(trained: Trained) -> None:
     ("words", "parts"),
     [
         (["model.n_layers=3"], ["another architecture", "'model.n_layers' is 2, not 3", "set model.n_layers=2"]),
-        (["optim.name=sgd"], ["another optimizer", "'optim.name' is adamw, not sgd", "set optim.name=adamw"]),
+        (["optim.name=sgd"], ["'optim.name' is adamw, not sgd", "optim.name=adamw", "checkpoint.load_optimizer=false"]),
         (["data.tokenizer.vocab_size=600", "model.vocab_size=600"], ["another architecture", "model.vocab_size"]),
         (["model.vocab_size=512", "data.eval_fraction=0.2"], ["another tokenizer"]),
         (["run.name=other"], ["has 6 steps already and 'train.steps' is 6", "set train.steps to more"]),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import typing
 from typing import NamedTuple
 
-from optim.config import Role
+from optim.config import OPTIONS, Role
 
 # A run of a third of a second that goes through everything. Paths are those of the run's own folder.
 BASE = """
@@ -39,6 +39,7 @@ def between(*values: str, needs: tuple[str, ...] = ()) -> Change:
     return Change(values, needs)
 
 
+SHAMPOO = ("optim.name=shampoo", "train.steps=3")
 MOE = ("model.moe={n_experts: 4, d_ff: 16}",)
 # Of each kind, the keys that belong to it.
 ROPE_SCALING: dict[str, dict[str, tuple[str, str]]] = {
@@ -143,7 +144,7 @@ CHANGES: dict[str, Change] = {
     "data.eval_fraction": to("0.3"),
     "data.dtype": between("uint16", "int32"),  # auto is one of them
     "data.cache_dir": between("one", "two"),
-    "optim.name": Change(ALL, ("optim.weight_decay=0.5",)),
+    "optim.name": Change(tuple(OPTIONS), ("optim.weight_decay=0.5",)),
     "optim.lr": to("2e-2"),
     "optim.weight_decay": to("0.5"),
     "optim.betas": between("[0.9, 0.95]", "[0.8, 0.95]", "[0.9, 0.8]"),
@@ -151,6 +152,25 @@ CHANGES: dict[str, Change] = {
     "optim.momentum": between("0.9", "0.5", needs=("optim.name=sgd",)),
     "optim.nesterov": Change(ALL, ("optim.name=sgd",)),
     "optim.alpha": between("0.99", "0.9", needs=("optim.name=rmsprop",)),
+    "optim.scale": Change(ALL, ("optim.name=muon",)),
+    "optim.coefficients": Change(ALL, ("optim.name=muon",)),
+    "optim.ns_steps": between("2", "5", needs=("optim.name=muon",)),
+    "optim.factor_beta": between("0.9", "1", needs=SHAMPOO),
+    "optim.exponent": between("0.25", "0.5", needs=SHAMPOO),
+    "optim.block_size": between("8", "16", needs=SHAMPOO),
+    "optim.grafting": Change(ALL, SHAMPOO),
+    "optim.precondition_every": between("1", "5", needs=SHAMPOO),
+    "optim.start_step": between("1", "2", needs=SHAMPOO),
+    "optim.ridge": between("1e-4", "1e-2", needs=SHAMPOO),
+    "optim.max_dim": between("16", "32", needs=("optim.name=soap",)),
+    "optim.rank": between("2", "4", needs=("optim.name=galore",)),
+    "optim.update_scale": between("0.25", "0.5", needs=("optim.name=galore",)),
+    "optim.options": between("{ridge: 1}", "{ridge: 2}", needs=("optim.name=tests.optim.own_rule:Whitened",)),
+    "optim.split_heads": Change(ALL, ("optim.name=muon",)),
+    "optim.adamw.lr": between("1e-3", "2e-3", needs=("optim.name=muon",)),
+    "optim.adamw.weight_decay": between("0", "0.5", needs=("optim.name=muon",)),
+    "optim.adamw.betas": between("[0.9, 0.95]", "[0.8, 0.95]", "[0.9, 0.8]", needs=("optim.name=muon",)),
+    "optim.adamw.eps": between("1e-8", "1e-4", needs=("optim.name=muon",)),
     **{f"optim.roles.{role}.lr_scale": between("1", "0.5", needs=MOE) for role in typing.get_args(Role)},
     **{f"optim.roles.{role}.weight_decay": between("0.1", "0.5", needs=MOE) for role in typing.get_args(Role)},
     # From the second of four steps on, all shapes differ.
@@ -179,6 +199,11 @@ CHANGES: dict[str, Change] = {
     "checkpoint.keep": to("1", "checkpoint.every=1"),
     "checkpoint.async": Change(ALL),
     "checkpoint.resume": Change(("auto", "never"), earlier=("train.steps=1",)),
+    "checkpoint.load_optimizer": Change(
+        ALL,
+        ("run.name=later", "checkpoint.resume=runs/earlier"),
+        earlier=("run.name=earlier", "checkpoint.resume=auto", "train.steps=1"),
+    ),
     "eval.every": to("1"),
     "eval.batches": to("0"),
     "log.every": to("2"),

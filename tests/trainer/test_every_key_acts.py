@@ -33,7 +33,7 @@ def leaves(section: type[Config], prefix: str = "") -> Iterator[tuple[str, Any]]
     """Dotted name and annotation of every key under a section, also of sections in dictionaries, by their keys."""
     for name, field in section.model_fields.items():
         key = f"{prefix}{field.alias or name}"
-        if typing.get_origin(field.annotation) is dict:
+        if typing.get_origin(field.annotation) is dict and typing.get_args(field.annotation)[1] is not Any:
             names, inner = typing.get_args(field.annotation)
             for entry in typing.get_args(names):
                 yield from leaves(inner, f"{key}.{entry}.")

@@ -7,6 +7,8 @@ learning rate of a step, and the numbers that a seed and a name stand for.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +19,7 @@ from torch.func import functional_call
 from data.loader import Feed
 from models.config import ModelConfig
 from models.transformer import Transformer
+from optim.build import build_optimizer
 from trainer.certify.findings import SMALL
 from trainer.config import TrainingConfig
 from trainer.initialize import normal
@@ -58,25 +61,26 @@ class Reference:
                 weight.copy_(drawn.view(weight.shape))
             else:
                 weight.fill_(1.0 if init.kind == "ones" else 0.0)
-        roles = self._model.parameter_roles()
-        groups = [
-            {
-                "params": [weight],
-                "lr_scale": config.optim.lr_scale_of(roles[name]["role"]),
-                "weight_decay": config.optim.weight_decay_of(roles[name]["role"]),
-            }
-            for name, weight in self.weights.items()
-        ]
-        self._optimizer = _OPTIMIZERS[config.optim.name](
-            groups,  # type: ignore[call-arg]
-            lr=config.optim.lr,
-            foreach=False,
-            **config.optim.options(),
-        )
+        self._optimizer = self._make_optimizer(self._model.parameter_roles())
         self._loss_scale = config.train.loss_scale_init or INITIAL_SCALE if config.train.precision == "fp16" else 1.0
         self._good_steps = 0
         self._before: dict[str, Tensor] = {}
         self._norm, self._update_norm = 0.0, 0.0
+
+    def _make_optimizer(self, roles: Mapping[str, Mapping[str, Any]]) -> torch.optim.Optimizer:
+        """Parameter by parameter. A rule for matrices is its own reference, on whole matrices in one process."""
+        optim = self._config.optim
+        if optim.is_rule:
+            return build_optimizer(self.weights, roles, optim)
+        groups = [
+            {
+                "params": [weight],
+                "lr_scale": optim.lr_scale_of(roles[name]["role"]),
+                "weight_decay": optim.weight_decay_of(roles[name]["role"]),
+            }
+            for name, weight in self.weights.items()
+        ]
+        return _OPTIMIZERS[optim.name](groups, lr=optim.lr, foreach=False, **optim.resolved())  # type: ignore[call-arg]
 
     def start_step(self, step: int) -> tuple[float, float]:
         """Compute the gradients of a step, counted from 1, at the present weights; return loss and gradient norm.

@@ -1,0 +1,128 @@
+"""How parts of gradients come to the owners of matrices, and their updates back: two uneven all-to-alls a bucket.
+
+A rank has its part of every gradient and needs its part of every update; an owner needs its matrices whole. What goes
+where is known from boxes alone, so ranks agree on it without a word.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from optim.boxes import Box, Ranks
+from optim.ownership import Matrix
+
+Index = tuple[slice, ...]
+
+
+class Piece(NamedTuple):
+    """A part of a matrix that one rank holds: the matrix' number in its bucket, and where the part is in a tensor."""
+
+    matrix: int
+    at: Index
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Length of every side."""
+        return tuple(side.stop - side.start for side in self.at)
+
+
+class Message(NamedTuple):
+    """What a rank sends to all others, or gets from them, in their order."""
+
+    pieces: list[Piece]
+    sizes: list[int]  # numbers for, or of, each rank
+
+    @staticmethod
+    def of(by_rank: Sequence[Sequence[Piece]]) -> Message:
+        """From the pieces for, or of, each rank."""
+        pieces = [piece for those in by_rank for piece in those]
+        return Message(pieces, [sum(math.prod(piece.shape) for piece in those) for those in by_rank])
+
+
+class Bucket:
+    """Matrices that travel together."""
+
+    def __init__(
+        self, matrices: Sequence[Matrix], owners: Sequence[int], held: Mapping[str, Sequence[Box]], ranks: Ranks
+    ):
+        """`owners` by matrix; `held`: the boxes of every rank, by parameter."""
+        self.matrices, self._ranks = list(matrices), ranks
+        self.mine = [i for i, owner in enumerate(owners) if owner == ranks.mine]
+        given, taken, returned, home = ([[] for _ in range(ranks.size)] for _ in range(4))  # type: ignore[var-annotated]
+        for i, (matrix, owner) in enumerate(zip(matrices, owners, strict=True)):
+            here = held[matrix.parameter][ranks.mine]
+            for part, holders in _parts(matrix, held[matrix.parameter]).items():
+                in_matrix = Piece(i, part.within(matrix.box)[-2:])
+                # Of copies the nearest one is sent: replicas may be far from one another.
+                giver = min(holders, key=lambda rank: (abs(rank - owner), rank))
+                if giver == ranks.mine:
+                    given[owner].append(Piece(i, part.within(here)))
+                if ranks.mine in holders:
+                    home[owner].append(Piece(i, part.within(here)))
+                if owner == ranks.mine:
+                    taken[giver].append(in_matrix)
+                    for holder in holders:
+                        returned[holder].append(in_matrix)
+        self._given, self._taken, self._returned, self._home = map(Message.of, (given, taken, returned, home))
+
+    def gather(self, gradients: Mapping[str, Tensor], device: torch.device) -> Callable[[], dict[int, Tensor]]:
+        """Start this rank's parts of gradients on their way to owners.
+
+        What it returns waits for this rank's matrices, and gives them whole by their number in the bucket, in fp32.
+        """
+        sent = [gradients[self.matrices[piece.matrix].parameter][piece.at] for piece in self._given.pieces]
+        arrive = self._exchange(sent, self._given, self._taken, device)
+
+        def finish() -> dict[int, Tensor]:
+            wholes = {i: torch.empty(self.matrices[i].shape, device=device) for i in self.mine}
+            for piece, values in arrive():
+                wholes[piece.matrix][piece.at] = values
+            return wholes
+
+        return finish
+
+    def scatter(
+        self, updates: Mapping[int, Tensor], device: torch.device
+    ) -> Callable[[], list[tuple[str, Index, Tensor]]]:
+        """Start the updates of this rank's matrices on their way to all that hold a part of them.
+
+        What it returns waits for this rank's parts, and gives parameter, index in what is held of it, and values.
+        """
+        sent = [updates[piece.matrix][piece.at] for piece in self._returned.pieces]
+        arrive = self._exchange(sent, self._returned, self._home, device)
+        return lambda: [(self.matrices[piece.matrix].parameter, piece.at, values) for piece, values in arrive()]
+
+    def _exchange(
+        self, parts: Sequence[Tensor], out: Message, into: Message, device: torch.device
+    ) -> Callable[[], list[tuple[Piece, Tensor]]]:
+        sent = torch.cat([part.reshape(-1).float() for part in parts] or [torch.empty(0, device=device)])
+        received, work = sent, None
+        if self._ranks.group is not None:
+            received = torch.empty(sum(into.sizes), device=device)
+            work = dist.all_to_all_single(received, sent, into.sizes, out.sizes, self._ranks.group, async_op=True)
+
+        def arrive() -> list[tuple[Piece, Tensor]]:
+            nonlocal sent
+            if work is not None:
+                work.wait()
+            del sent  # which had to live until here
+            flat = received.split([math.prod(piece.shape) for piece in into.pieces])
+            return [(piece, part.view(piece.shape)) for piece, part in zip(into.pieces, flat, strict=True)]
+
+        return arrive
+
+
+def _parts(matrix: Matrix, held: Sequence[Box]) -> dict[Box, list[int]]:
+    """The parts that ranks hold of a matrix, each with the ranks that do."""
+    parts: dict[Box, list[int]] = {}
+    for rank, box in enumerate(held):
+        part = box.meet(matrix.box)
+        if part.numel:
+            parts.setdefault(part, []).append(rank)
+    return parts
