@@ -172,9 +172,9 @@ class OptimConfig(Config):
         for key in sorted({key for options in OPTIONS.values() for key in options}):
             if getattr(self, key) is not None and key not in OPTIONS.get(self.name, {}):
                 users = ", ".join(name for name, options in OPTIONS.items() if key in options)
-                advice = "give it in optim.options" if ":" in self.name else "remove it"
+                advice = "give it in optim.options" if self.is_own_rule else "remove it"
                 raise ValueError(f"'{key}' does nothing under name: {self.name} (it belongs to {users}); {advice}")
-        if self.options and ":" not in self.name:
+        if self.options and not self.is_own_rule:
             raise ValueError(
                 f"'options' are those of a rule of your own, not of {self.name}; give them as optim.<option>"
             )
@@ -194,7 +194,12 @@ class OptimConfig(Config):
     @property
     def is_rule(self) -> bool:
         """Whether matrices get a rule of their own, and all else AdamW."""
-        return self.name in RULES or ":" in self.name
+        return self.name in RULES or self.is_own_rule
+
+    @property
+    def is_own_rule(self) -> bool:
+        """Whether `name` is where a user's rule is."""
+        return ":" in self.name
 
     def resolved(self) -> dict[str, Any]:
         """Keyword arguments of the `torch.optim` class, apart from lr and weight_decay, or of the rule."""

@@ -31,7 +31,11 @@ def starting_checkpoint(config: TrainingConfig, run: RunDirectory) -> Path | Non
 
 
 def check_start(config: TrainingConfig, run: RunDirectory, data: RunData) -> None:
-    """Refuse what would fail later: a corpus without a whole row, a prompt too long, a checkpoint of something else."""
+    """Refuse what would fail later: a rule that is not there, a corpus without a whole row, a checkpoint of another."""
+    if config.optim.is_own_rule:
+        from optim.build import make_rule  # which imports torch
+
+        make_rule(config.optim)
     batches = batches_of(config, data)
     if config.eval.batches:
         for stage in batches.stages:

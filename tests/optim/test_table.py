@@ -1,0 +1,64 @@
+"""The routing table names every parameter once, with what updates it, how fast and where."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from optim.matrix import MatrixOptimizer
+from optim.table import HEADER, routing_rows, routing_table
+from tests.gang import Gang
+from tests.runs import TINY, started
+from trainer.build import planned_optimizer
+from trainer.config import load_config
+from trainer.layout import plan_layout
+
+KEYS = [
+    "model.moe={n_experts: 4, d_ff: 32}",
+    "optim={name: muon, lr: 0.02, weight_decay: 0.1, scale: rms, roles: {head: {lr_scale: 0.5}}}",
+    "optim.adamw.lr=0.003",
+]
+
+
+def _running(overrides: list[str]) -> tuple[str, int]:
+    """The table of an optimizer that exists, and how many parameters it has."""
+    with started(overrides) as here:
+        optimizer = here.engine.optimizer
+        return routing_table(optimizer, "muon", 0.02), sum(len(g["params"]) for g in optimizer.param_groups)
+
+
+@pytest.mark.parametrize("keys", [["parallel.ep=2"], ["parallel.tp=2"], ["parallel.dp_replicate=2"]])
+def test_the_plan_is_what_ranks_do(gang: Gang, corpus: Path, keys: list[str]) -> None:
+    """The table of a dry run, for which nothing is allocated, is that of the ranks."""
+    config = load_config(TINY, [f"data.corpus={corpus}", *KEYS, *keys])
+    layout = plan_layout(config, 4)
+    planned = planned_optimizer(config, config.model.with_vocab_size(512), layout)
+    assert isinstance(planned, MatrixOptimizer)
+    assert all(p.device.type == "meta" for g in planned.param_groups for p in g["params"])
+    table = routing_table(planned, "muon", 0.02)
+    for theirs, _ in gang.run(_running, [f"data.corpus={corpus}", *KEYS, *keys], world=4):
+        assert theirs == table
+
+
+def test_every_parameter_stands_in_it_once(corpus: Path) -> None:
+    config = load_config(TINY, [f"data.corpus={corpus}", *KEYS])
+    optimizer = planned_optimizer(config, config.model.with_vocab_size(512), plan_layout(config, 4))
+    assert isinstance(optimizer, MatrixOptimizer)
+    rows = routing_rows(optimizer, "muon", 0.02)
+    names = [name for row in rows for name in row.names]
+    assert sorted(names) == sorted(n for g in optimizer.param_groups for n in g["names"])
+    assert len(set(names)) == len(names)
+    by_name = {name: row for row in rows for name in row.names}
+    wq, head = by_name["blocks.1.attention.wq.weight"], by_name["head.weight"]
+    assert (wq.rule, wq.lr, wq.decay, wq.matrices, len(wq.owners)) == ("muon", 0.02, 0.1, "64 x 64", 2)
+    assert wq.scale == pytest.approx(0.2 * 8)
+    assert (head.rule, head.lr, head.owners) == ("adamw", pytest.approx(0.0015), [])
+    experts = by_name["blocks.0.moe.experts.w_down"]
+    assert (experts.matrices, len(experts.owners)) == ("4 of 64 x 32", 2 * 4)
+    text = routing_table(optimizer, "muon", 0.02).splitlines()
+    assert tuple(text[0].split()) == HEADER
+    assert len(text) == len(rows) + 1
+    (line,) = (line for line in text if "attention.wq" in line)
+    assert re.match(r"blocks\.0-1\.attention\.wq\.weight +64 x 64 +muon +0\.02 +1\.6 +0\.1 +ranks [\d,-]+$", line)
