@@ -178,8 +178,8 @@ class OptimConfig(Config):
             raise ValueError(
                 f"'options' are those of a rule of your own, not of {self.name}; give them as optim.<option>"
             )
-        for key in ("split_heads", "adamw"):
-            if key in self.model_fields_set and not self.is_rule:
+        for key, given in (("split_heads", self.split_heads), ("adamw", self.adamw != AdamWOptions())):
+            if given and not self.is_rule:
                 raise ValueError(
                     f"'{key}' does nothing under name: {self.name} (it belongs to {', '.join(RULES)}); remove it"
                 )

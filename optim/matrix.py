@@ -74,7 +74,7 @@ class MatrixOptimizer(Optimizer):
         self.owners = choose_owners(self.matrices, held, rule.cost, self.ranks.size)
         self._buckets = [
             Bucket([self.matrices[i] for i in those], [self.owners[i] for i in those], held, self.ranks)
-            for those in _cut([matrix.box.numel for matrix in self.matrices], bucket_size)
+            for those in cut([matrix.box.numel for matrix in self.matrices], bucket_size)
         ]
         self._batches = [self._make_batches(bucket) for bucket in self._buckets]
 
@@ -173,9 +173,12 @@ class MatrixOptimizer(Optimizer):
         for name, at, update in pieces:
             if name in present:
                 group, weight = self._group_of[name], local(self._named[name])[at]
-                weight.mul_(1.0 - group["lr"] * group["weight_decay"])
+                moved = weight.float()  # itself, if it is fp32
+                moved.mul_(1.0 - group["lr"] * group["weight_decay"])
                 # Two roundings, and not the one of a fused multiply and add, which not every element might get.
-                weight.sub_((update * group["lr"]).to(weight.dtype))
+                moved.sub_(update * group["lr"])
+                if moved is not weight:
+                    weight.copy_(moved)
 
     def _owned(self) -> Iterator[Batch]:
         for batches in self._batches:
@@ -209,7 +212,7 @@ class MatrixOptimizer(Optimizer):
             tensor.copy_(state_dict[name])
 
 
-def _cut(sizes: Sequence[int], limit: int) -> list[list[int]]:
+def cut(sizes: Sequence[int], limit: int) -> list[list[int]]:
     """Numbers of things in runs, each of which is the shortest that reaches `limit`, or the last."""
     runs: list[list[int]] = [[]]
     total = 0

@@ -16,9 +16,9 @@ from optim.rule import Rule
 class SOAP(Rule):
     """Q_L Adam(Q_L^T G Q_R) Q_R^T, with Q_L and Q_R the eigenvectors of averages of G G^T and G^T G.
 
-    Vyas et al. 2024 (arXiv 2409.11321), algorithms 3 and 4. Unlike in the authors' code the first step is not left out
-    (it is U V^T, but for singular values below rounding), and Adam corrects bias as torch does. In the null space of a factor, as when all gradients so far had
-    a short side, any basis is as good and rounding chooses: updates then agree between machines only in their effect.
+    Vyas et al. 2024 (arXiv 2409.11321), algorithms 3 and 4. Unlike in the authors' code the first step is not left out:
+    it is U V^T, but for singular values below rounding. Adam corrects bias as torch does. In the null space of a factor
+    (that of a long side after few steps) any basis is as good and rounding chooses: machines differ there.
     """
 
     def __init__(

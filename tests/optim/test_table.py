@@ -62,3 +62,10 @@ def test_every_parameter_stands_in_it_once(corpus: Path) -> None:
     assert len(text) == len(rows) + 1
     (line,) = (line for line in text if "attention.wq" in line)
     assert re.match(r"blocks\.0-1\.attention\.wq\.weight +64 x 64 +muon +0\.02 +1\.6 +0\.1 +ranks [\d,-]+$", line)
+
+
+def test_the_rule_in_the_docs_is_the_one_that_is_tested() -> None:
+    root = Path(__file__).resolve().parent.parent.parent
+    (block,) = re.findall(r"^```python\n(.*?)^```", (root / "docs" / "optimizers.md").read_text(), re.M | re.S)
+    assert block in (root / "tests" / "optim" / "own_rule.py").read_text()
+    assert len(block.splitlines()) <= 30

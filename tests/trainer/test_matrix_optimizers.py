@@ -116,6 +116,35 @@ def test_what_certify_finds(gang: Gang, paragraphs: Path) -> None:
     assert {f.quantity for f in findings if not f.passed} >= {"update"}
 
 
+def _matrices_updated(overrides: list[str], steps: int) -> list[int]:
+    """How many matrices this rank's rule is given in each step."""
+    from trainer.loop import step_at
+
+    with started(overrides) as here:
+        rule, seen = here.engine.optimizer.rule, []
+        update = rule.update
+
+        def counting(gradient: torch.Tensor, *rest: Any) -> torch.Tensor:
+            seen[-1] += len(gradient)
+            return update(gradient, *rest)
+
+        rule.update = counting
+        for step in range(1, steps + 1):
+            seen.append(0)
+            step_at(step, here.engine, here.batches, here.layout, here.runtime, here.config)
+        return seen
+
+
+@pytest.mark.parametrize("micro", [1, 4])
+@pytest.mark.parametrize("layout", ["one", "fsdp4"])
+def test_each_matrix_is_updated_once_a_step(gang: Gang, corpus: Path, layout: str, micro: int) -> None:
+    """Whatever the accumulation and the number of ranks."""
+    world, keys = LAYOUTS[layout]
+    everything = [f"data.corpus={corpus}", *SMALL, *RULES["muon"], *keys, f"train.micro_batch_size={micro}"]
+    counts = gang.run(_matrices_updated, everything, 3, world=world)
+    assert [sum(of_step) for of_step in zip(*counts, strict=True)] == [2 * 7] * 3
+
+
 # ------------------------------------------------------------------------------------------------------------- resume
 
 RUN = [*SMALL, "train.global_batch_size=12", "train.micro_batch_size=1", "train.steps=7", "checkpoint.every=4"]
