@@ -18,7 +18,8 @@ from optim.muon import Muon
 from tests.gang import Gang
 from tests.optim.sharded import LAYOUTS, OPTIONS, SHAPES, differences, make, placed, process_group, run, values
 
-CASES = [(name, OptimConfig(name=name, **options)) for name, options in OPTIONS.items()]
+# But for the rule of a user's own, whose batched products round by where in a batch a matrix is.
+CASES = [(name, OptimConfig(name=name, **options)) for name, options in OPTIONS.items() if ":" not in name]
 CASES += [
     ("muon, heads", OptimConfig(name="muon", split_heads=True)),
     ("shampoo, sum", OptimConfig(name="shampoo", factor_beta=1.0, grafting="adagrad", precondition_every=2)),
