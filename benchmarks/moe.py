@@ -4,9 +4,9 @@ fp32.
     python benchmarks/moe.py [--shape 2048x512x1024x8x2 ...] [--rounds 7] [--json FILE]
 
 A shape is tokens x width x hidden width of an expert x experts x experts of a token. Timed is one forward and backward
-pass, from the layer's input to the gradients of input and weights. All layers run in turn, so that a drift of the
-machine's speed meets all; printed are medians, and of ratios the median over rounds. That all compute the same is
-asserted before.
+pass, from the layer's input to the gradients of input and weights. All layers run in turn, there and back, so that a
+drift of the machine's speed meets all; printed are medians, and of ratios the median over rounds. That all compute the
+same is asserted before.
 
 - Mixtral's and Qwen3-MoE's blocks of `transformers`, with each of its implementations that runs on a CPU. `batched_mm`
   copies a matrix for every token: it is left out where that is more than 2 GB.
@@ -168,9 +168,9 @@ def measure(shape: Shape, rounds: int) -> dict[str, Any]:
     peaks = [peak_flops(torch.device("cpu"), "fp32")[0]]
     for layer in layers.values():
         seconds(layer, x_BTD, dy_BTD)
-    for _ in range(rounds):
-        for name, layer in layers.items():
-            times[name].append(seconds(layer, x_BTD, dy_BTD))
+    for number in range(rounds):
+        for name in list(layers)[:: -1 if number % 2 else 1]:  # so that none always follows the same one
+            times[name].append(seconds(layers[name], x_BTD, dy_BTD))
     peaks.append(peak_flops(torch.device("cpu"), "fp32")[0])
     return {"shape": str(shape), "times": times, "peak_flops": max(peaks), "load_max": load}
 

@@ -1,6 +1,8 @@
-"""Draws the loss curve of a run: `python docs/figures.py runs/quickstart` writes docs/img/loss-curve.png.
+"""Draws runs: `python docs/figures.py runs/quickstart` writes its loss curve to docs/img/loss-curve.png.
 
-A second argument names another file to write.
+With a second run, `python docs/figures.py runs/moe-quickstart runs/quickstart PICTURE.png` draws the losses of both,
+by how much they differ, and how even the load of the first one's experts was. The last argument, if it ends in .png,
+names the file to write.
 """
 
 from __future__ import annotations
@@ -22,27 +24,40 @@ from trainer.rundir import RunDirectory  # noqa: E402
 
 PICTURE = Path(__file__).with_name("img") / "loss-curve.png"
 TRAIN, HELD_OUT, MUTED = "#2a6fb0", "#c8501e", "#5c6670"
+Rows = list[dict[str, Any]]
 
 
 def main(arguments: list[str]) -> int:
     """Command line."""
-    if len(arguments) not in (1, 2):
-        print("usage: python docs/figures.py RUN_DIR [PICTURE.png]", file=sys.stderr)
+    *runs, picture = arguments if arguments and arguments[-1].endswith(".png") else [*arguments, str(PICTURE)]
+    if len(runs) not in (1, 2):
+        print("usage: python docs/figures.py RUN_DIR [RUN_DIR] [PICTURE.png]", file=sys.stderr)
         return 2
-    rows = RunDirectory(Path(arguments[0])).read_metrics()
-    if not any("loss" in row for row in rows):
-        print(f"{arguments[0]}: no metrics.jsonl with a logged step", file=sys.stderr)
+    of_runs = []
+    for run in runs:
+        of_runs.append(RunDirectory(Path(run)).read_metrics())
+        if not any("loss" in row for row in of_runs[-1]):
+            print(f"{run}: no metrics.jsonl with a logged step", file=sys.stderr)
+            return 2
+    if len(of_runs) == 1:
+        draw(of_runs[0], Path(picture))
+    elif any("expert_load_max" in row for row in of_runs[0]):
+        draw_experts(*of_runs, Path(picture))
+    else:
+        print(f"{runs[0]}: no run with experts", file=sys.stderr)
         return 2
-    picture = Path(arguments[1]) if len(arguments) == 2 else PICTURE
-    draw(rows, picture)
     print(picture)
     return 0
 
 
-def draw(rows: list[dict[str, Any]], picture: Path) -> None:
+def points(rows: Rows, key: str) -> list[tuple[int, float]]:
+    """Steps and values of the rows that have a key."""
+    return [(row["step"], row[key]) for row in rows if key in row]
+
+
+def draw(rows: Rows, picture: Path) -> None:
     """Draw training and held-out loss over the tokens of training."""
-    train = [(row["step"], row["loss"]) for row in rows if "loss" in row]
-    held_out = [(row["step"], row["eval_loss"]) for row in rows if "eval_loss" in row]
+    train, held_out = points(rows, "loss"), points(rows, "eval_loss")
     tokens = {row["step"]: row["tokens"] for row in rows if "tokens" in row}
 
     figure, axes = plt.subplots(figsize=(7.2, 3.8), layout="constrained")
@@ -72,20 +87,56 @@ def draw(rows: list[dict[str, Any]], picture: Path) -> None:
                 fontsize=9,
                 bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1},
             )
-    axes.set_xlabel("step")
     axes.set_ylabel("loss (nats per token)")
     axes.margins(y=0.09)  # room for the labels
-    axes.set_xlim(0, train[-1][0])
-    axes.grid(axis="y", color="#e3e6e9", linewidth=0.8)
-    axes.set_axisbelow(True)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    for side in ("left", "bottom"):
-        axes.spines[side].set_color(MUTED)
-    axes.tick_params(colors=MUTED)
     last = train[-1][0]
     axes.set_title(f"{last:,} steps, {tokens[last]:,} tokens", loc="left", fontsize=10, color=MUTED)
-    axes.legend(frameon=False, loc="upper right")
+    finish(figure, [axes], last, picture)
+
+
+def draw_experts(sparse: Rows, dense: Rows, picture: Path) -> None:
+    """Draw the losses of a model with experts and of another one, by how much they differ, and the load of experts."""
+    figure, (left, middle, right) = plt.subplots(
+        1, 3, figsize=(11.4, 3.6), width_ratios=[4, 3, 3], layout="constrained"
+    )
+    dots: dict[str, Any] = {"linestyle": "none", "marker": "o", "markersize": 6, "clip_on": False, "zorder": 3}
+    for rows, name, color in ((dense, "dense", HELD_OUT), (sparse, "experts", TRAIN)):
+        left.plot(*zip(*points(rows, "loss"), strict=True), color=color, linewidth=1.2, label=f"{name}, training")
+        if held_out := points(rows, "eval_loss"):
+            label = f"{name}, held out: {held_out[-1][1]:.3f} at the end"
+            left.plot(*zip(*held_out, strict=True), color=color, label=label, **dots)
+    left.set_ylabel("loss (nats per token)")
+
+    for key, label, style in (("loss", "training", {"linewidth": 1.2}), ("eval_loss", "held out", dots)):
+        theirs = dict(points(dense, key))
+        ahead = [(step, theirs[step] - loss) for step, loss in points(sparse, key) if step in theirs]
+        if ahead:
+            middle.plot(*zip(*ahead, strict=True), color=MUTED, label=label, **style)
+    middle.axhline(0.0, color=MUTED, linewidth=1)
+    middle.set_ylabel("loss of dense minus that of experts")
+
+    steps, largest = zip(*points(sparse, "expert_load_max"), strict=True)
+    smallest = [load for _, load in points(sparse, "expert_load_min")]
+    right.fill_between(steps, smallest, largest, color=TRAIN, alpha=0.25, linewidth=0, label="least to most loaded")
+    right.axhline(1.0, color=MUTED, linewidth=1, label="even load")
+    right.set_ylabel("load over the mean, worst layers")
+    right.set_ylim(bottom=0)
+    finish(figure, [left, middle, right], steps[-1], picture)
+
+
+def finish(figure: Any, panels: list[Any], last: int, picture: Path) -> None:
+    """What all panels have in common; write the file."""
+    for axes in panels:
+        axes.set_xlabel("step")
+        axes.set_xlim(0, last)
+        axes.grid(axis="y", color="#e3e6e9", linewidth=0.8)
+        axes.set_axisbelow(True)
+        for side in ("top", "right"):
+            axes.spines[side].set_visible(False)
+        for side in ("left", "bottom"):
+            axes.spines[side].set_color(MUTED)
+        axes.tick_params(colors=MUTED)
+        axes.legend(frameon=False, loc="best")
     picture.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(picture, dpi=150, metadata={"Software": None})
     plt.close(figure)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from common.errors import UserError
@@ -115,12 +116,7 @@ def _plan_stage(config: TrainingConfig, world_size: int) -> Layout:
                 f"but there are {data_ranks} processes{_each(tp)}; set parallel.dp_shard=-1, or "
                 f"--nproc {replicate * shard * tp}"
             )
-    if shard * tp % parallel.ep:
-        raise UserError(
-            f"'parallel.ep' ({parallel.ep}) does not divide the {shard * tp} ranks of "
-            f"'parallel.dp_shard'{' x tp' * (tp > 1)}; choose one of {_divisors(shard * tp)}, or another --nproc"
-        )
-    _check_experts(config, shard * tp // parallel.ep)
+    _check_experts(config, shard * tp)
     if train.global_batch_size % data_ranks:
         fitting = _round_up(train.global_batch_size, data_ranks * train.micro_batch_size)
         raise UserError(
@@ -152,17 +148,38 @@ def _each(tp: int) -> str:
     return f" (groups of {tp}, by parallel.tp)" if tp > 1 else ""
 
 
-def _check_experts(config: TrainingConfig, efsdp: int) -> None:
-    """Refuse experts that FSDP2 cannot cut evenly where each rank has less than one of them whole."""
+def _check_experts(config: TrainingConfig, ranks: int) -> None:
+    """Refuse a `parallel.ep` that does not go into the experts and the ranks that it borrows, or cuts experts unevenly.
+
+    The line offers what all of these allow, so that nobody is sent from one refusal to the next.
+    """
     moe, ep = config.model.moe, config.parallel.ep
-    if moe is None or (ep == 1 and config.parallel.tp == 1) or moe.n_experts // ep % efsdp == 0:
+    if moe is None:
         return
-    for key, width in (("d_ff", config.model.d_ff_expert), ("d_model", config.model.d_model)):
-        if width % efsdp:
-            raise UserError(
-                f"{efsdp} ranks share {moe.n_experts // ep} experts, but divide neither these nor {key} ({width}); "
-                f"set parallel.ep or parallel.dp_replicate to more"
-            )
+    choices = [d for d in _divisors(math.gcd(moe.n_experts, ranks)) if _cut_unevenly(config, d, ranks // d) is None]
+    if moe.n_experts % ep or ranks % ep:
+        raise UserError(
+            f"'parallel.ep' ({ep}) has to divide the {moe.n_experts} experts of 'model.moe.n_experts' and the {ranks} "
+            f"ranks of 'parallel.dp_shard'{' x tp' * (config.parallel.tp > 1)}; choose "
+            f"{f'one of {choices}, or ' if choices else ''}another --nproc"
+        )
+    if (width := _cut_unevenly(config, ep, ranks // ep)) is not None:
+        raise UserError(
+            f"{ranks // ep} ranks share {moe.n_experts // ep} experts, but divide neither these nor {width}; set "
+            f"{f'parallel.ep to one of {choices}, or ' if choices else ''}parallel.dp_replicate to more"
+        )
+
+
+def _cut_unevenly(config: TrainingConfig, ep: int, efsdp: int) -> str | None:
+    """The width of experts, if any, that FSDP2 would have to cut into unequal parts, which it cannot.
+
+    It cuts experts where they are fewer than the ranks that share them, unless they are sharded with all else.
+    """
+    moe, tp = config.model.moe, config.parallel.tp
+    if moe is None or (ep == 1 and tp == 1) or moe.n_experts // ep % efsdp == 0:
+        return None
+    widths = {"d_ff": config.model.d_ff_expert, "d_model": config.model.d_model}
+    return next((f"{key} ({width})" for key, width in widths.items() if width % efsdp), None)
 
 
 def _divisors(n: int) -> list[int]:

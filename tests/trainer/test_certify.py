@@ -242,6 +242,12 @@ def test_two_runs_are_equal_to_the_bit(gang: Gang, corpus: Path) -> None:
         assert result.difference == (2, 1, ["model.embedding.weight"])
 
 
+def test_two_runs_that_share_matrices_and_experts_are_too(gang: Gang, corpus: Path) -> None:
+    keys = ["parallel.tp=2", "parallel.ep=2", "model.moe={n_experts: 4, d_ff: 32}", "train.deterministic=true"]
+    for result in gang.run(repeated, [f"data.corpus={corpus}", *keys], world=4):
+        assert (result.steps, result.difference) == (2, None)
+
+
 def trace(overrides: list[str], looked: bool) -> list[str]:
     """In a rank: the operators of a training step in their order, with the types and shapes of their tensors."""
     import torch
@@ -249,7 +255,7 @@ def trace(overrides: list[str], looked: bool) -> list[str]:
 
     from tests.runs import started
     from tests.watch import Watch
-    from trainer.certify.looking import looked_at
+    from trainer.looking import looked_at
 
     class Sequence(Watch):
         def __init__(self) -> None:

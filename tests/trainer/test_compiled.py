@@ -10,6 +10,7 @@ import pytest
 
 from tests.gang import Gang
 from tests.runs import started
+from tests.trainer.test_certify import certified, worst_of
 
 ACCUMULATE = ["train.micro_batch_size=4", "eval.batches=1"]  # four micro-batches on two ranks
 STEPS = 4
@@ -103,3 +104,16 @@ def test_blocks_are_compiled_once(
         assert ours == pytest.approx(expected, rel=1e-5)
     assert compiled.scores == pytest.approx(eager.scores, rel=1e-5)
     assert relative_norm(compiled.gradients, eager.gradients) < 1e-5  # measured 4e-7
+
+
+def test_blocks_whose_experts_are_on_other_ranks(gang: Gang, paragraphs: Path) -> None:
+    """Certified: their pieces, between which tokens travel, are compiled once, and give the loss and the gradients of
+    one plain process, while experts get other numbers of tokens each time."""
+    keys = [f"data.corpus={paragraphs}", "train.compile=true", "parallel.ep=2", "data.seq_len=32", "model.n_layers=1"]
+    keys.append("model.moe={n_experts: 4, d_ff: 32, n_shared_experts: 1}")
+    rows = gang.run(certified, keys, world=2, timeout=280)[0]
+    assert [row.subject() for row in rows if not row.passed] == []
+    worst = worst_of(rows)
+    assert worst["gradient"] < 5e-6
+    assert "late compilations" in worst
+    assert any(row.parameter == "blocks.0.moe.experts.w_down" for row in rows)
