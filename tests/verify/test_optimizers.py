@@ -84,10 +84,12 @@ def test_matrix_optimizers_beat_adamw(folder: Path) -> None:
     for name, of in losses.items():
         figures[name] = {"seeds": list(range(len(of))), "eval_loss": of}
         logged = [row for row in rows[f"{name}-seed0"] if "loss" in row]
+        evaluated = [row for row in rows[f"{name}-seed0"] if "eval_loss" in row]
         figures[name] |= {
-            "steps": [row["step"] for row in logged],
+            "tokens": [row["tokens"] for row in logged],
             "loss": [row["loss"] for row in logged],
             "tokens_per_second": statistics.median(row["tokens_per_second"] for row in logged),
+            "held_out": {str(row["step"]): row["eval_loss"] for row in evaluated},
         }
         if name in ("muon", "soap"):
             below = [a - b for a, b in zip(losses["adamw"], of, strict=True)]
