@@ -188,7 +188,8 @@ def against_loops(overrides: Sequence[str], edit: str, fault: Fault | None = Non
     """
     import torch.distributed as dist
 
-    from trainer.certify.looking import looked_at, weights, whole
+    from trainer.certify.looking import weights, whole
+    from trainer.looking import looked_at
 
     sent: list[Any] = []
     with ExitStack() as stack:

@@ -168,6 +168,11 @@ class LogConfig(Config):
     """What is reported."""
 
     every: int = Field(1, ge=1, description="Steps between rows of metrics.jsonl and lines on the terminal.")
+    spectra_every: int = Field(
+        0,
+        ge=0,
+        description="Steps between rows with singular values of gradients, weights and updates; 0: none.",
+    )
 
 
 class TrainingConfig(Config):

@@ -34,6 +34,7 @@ from trainer.routing import Load, auxiliary_loss, move_selection_bias
 from trainer.rundata import batches_of, open_run_data
 from trainer.rundir import RunDirectory, run_directory
 from trainer.runtime import Runtime
+from trainer.spectra import SpectraLog
 from trainer.throughput import peak_flops
 
 
@@ -74,10 +75,12 @@ def _train(config: TrainingConfig, run: RunDirectory, runtime: Runtime) -> None:
         if runtime.is_main:  # it may take a look at every document
             reporter.say(batches.describe())
         reporter.say(f"speed  {peak / 1e9:,.0f} GFLOP/s at most over all ranks ({peak_source}); MFU counts against it")
+        spectra = SpectraLog(config, engine, reporter)
         clock, tokens_logged = time.perf_counter(), tokens
         for step in range(done.step + 1, steps + 1):
             stage = config.stage_at(step)
-            result = step_at(step, engine, feed, layout, runtime, config)
+            with spectra.around(step):
+                result = step_at(step, engine, feed, layout, runtime, config)
             tokens += result.tokens
             last = step == steps
             if last or step % config.log.every == 0:

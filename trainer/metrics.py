@@ -61,6 +61,8 @@ class Reporter:
             return
         self._file.write(json.dumps(row) + "\n")
         self._file.flush()
+        if "spectra" in row:
+            return  # too much for people
         if "eval_loss" in row:
             self.say(
                 f"step {row['step']:>6}  held-out loss {row['eval_loss']:.4f} nats per token, "

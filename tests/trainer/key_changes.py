@@ -207,6 +207,7 @@ CHANGES: dict[str, Change] = {
     "eval.every": to("1"),
     "eval.batches": to("0"),
     "log.every": to("2"),
+    "log.spectra_every": between("0", "1", "2"),
     "stages": to("[{tokens: 64}, {tokens: 32, data: {seq_len: 8}}]"),
 }
 

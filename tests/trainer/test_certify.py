@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -161,13 +163,25 @@ FAULTS: dict[str, tuple[Fault, list[str], str]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def passes(gang: Gang, paragraphs: Path) -> Callable[..., bool]:
+    """Whether a config is certified on two ranks; found out once."""
+
+    @functools.cache
+    def run(*keys: str) -> bool:
+        return all(row.passed for row in gang.run(certified, [f"data.corpus={paragraphs}", *keys], None, 2, world=2)[0])
+
+    return run
+
+
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_one_line_fault_is_found_and_named(gang: Gang, paragraphs: Path, name: str) -> None:
+def test_a_one_line_fault_is_found_and_named(
+    gang: Gang, paragraphs: Path, passes: Callable[..., bool], name: str
+) -> None:
     """Two ranks, one line of the project's written wrongly; the same config without it passes."""
     fault, keys, subject = FAULTS[name]
-    keys = [f"data.corpus={paragraphs}", *keys]
-    assert all(row.passed for row in gang.run(certified, keys, world=2)[0])
-    rows = gang.run(certified, keys, fault, world=2)[0]
+    assert passes(*keys)
+    rows = gang.run(certified, [f"data.corpus={paragraphs}", *keys], fault, 2, world=2)[0]
     failed = [row.subject() for row in rows if not row.passed]
     assert subject in failed
 
@@ -278,7 +292,7 @@ def test_training_pays_nothing_for_being_certifiable(corpus: Path, cache: Path) 
     """The same operators in the same order whether or not the process has certified, and under the look itself:
     what is looked at is looked at from outside. And nothing that trains imports it."""
     arguments = [f"data.corpus={corpus}"]
-    fresh = Gang()
+    fresh = Gang(size=2)
     try:
         before = fresh.run(trace, arguments, False, world=2)
         fresh.run(certified, arguments, world=2)

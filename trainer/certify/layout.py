@@ -18,13 +18,14 @@ from trainer.build import build_engine
 from trainer.certify.copies import copies_that_differ
 from trainer.certify.findings import Findings, relative
 from trainer.certify.fit import model_that_fits
-from trainer.certify.looking import looked_at, weights, whole
+from trainer.certify.looking import weights, whole
 from trainer.certify.reference import Reference
 from trainer.compiled import compiled_graphs
 from trainer.config import TrainingConfig
 from trainer.determinism import fresh_memory_is_nan
 from trainer.engines.base import Engine
 from trainer.layout import Layout, plan_layout
+from trainer.looking import looked_at
 from trainer.loop import step_at
 from trainer.rundata import batches_of, open_run_data
 from trainer.runtime import Runtime
