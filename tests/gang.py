@@ -25,11 +25,11 @@ class GangError(AssertionError):
 
 
 class Gang:
-    """`SIZE` waiting processes; made on first use."""
+    """Waiting processes; made on first use."""
 
-    def __init__(self, environment: dict[str, str | None] | None = None) -> None:
+    def __init__(self, environment: dict[str, str | None] | None = None, size: int = SIZE) -> None:
         """`environment` is laid over the ranks' environment before they import torch; None takes a variable away."""
-        self._environment = environment or {}
+        self._environment, self._size = environment or {}, size
         self._context = multiprocessing.get_context("spawn")
         self._members: list[tuple[Any, Connection]] = []
 
@@ -63,7 +63,7 @@ class Gang:
         return [answers[rank][1] for rank in range(world)]
 
     def _start(self) -> None:
-        for _ in range(SIZE):
+        for _ in range(self._size):
             ours, theirs = self._context.Pipe()
             process = self._context.Process(target=_serve, args=(theirs, self._environment), daemon=True)
             process.start()

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.test_docs import ROOT, SMALLER, commands, shell
+from tests.docs.test_docs import ROOT, SMALLER, commands, without_starting
+from tests.gang import Gang
 from trainer.rundir import RunDirectory
 
 PAGE = ROOT / "docs" / "corpus.md"
@@ -23,7 +24,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def outputs(folder: Path, corpus: Path) -> dict[str, str]:
+def outputs(gang: Gang, folder: Path, corpus: Path) -> dict[str, str]:
     """Output of every command, run in the page's order on the small corpus and, to train, as the quickstart's test."""
     done = {}
     for command in commands(PAGE):
@@ -32,7 +33,7 @@ def outputs(folder: Path, corpus: Path) -> dict[str, str]:
             smaller += " --eval-fraction 0.5"  # of twelve documents a fiftieth would be none
         if command.startswith("gramian train "):
             smaller = " ".join([smaller, *(word for word in SMALLER if not word.startswith("data.tokenizer"))])
-        done[command] = shell(smaller, folder)
+        done[command] = without_starting(gang, smaller, folder)
     return done
 
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import re
 import runpy
-import shlex
 import shutil
 from pathlib import Path
 
@@ -16,7 +14,8 @@ import yaml
 
 from common.config import apply_overrides, read_tree
 from models.families import FAMILIES
-from tests.docs.test_docs import ROOT, SMALLER, blocks, commands, shell
+from tests.docs.test_docs import ROOT, SMALLER, blocks, commands, without_starting
+from tests.gang import Gang
 from trainer.exchange import initial
 from trainer.exchange.tokenizers import ORIGINAL
 from trainer.rundir import RunDirectory
@@ -35,22 +34,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def outputs(folder: Path, corpus: Path) -> dict[str, str]:
-    """Output of every command, in the page's order: what trains as a user's shell does, the others in this process."""
-    from launch.cli import app
-
+def outputs(gang: Gang, folder: Path, corpus: Path) -> dict[str, str]:
+    """Output of every command, in the page's order."""
     done = {}
     for command in commands(PAGE):
         smaller = command.replace("python-stdlib", str(corpus)).replace("seq_len: 256", "seq_len: 32")
         if command.startswith("gramian tokenize "):
             smaller += " --eval-fraction 0.5"  # of twelve documents a fiftieth would be none
-        if command.startswith("gramian train "):
-            done[command] = shell(smaller, folder)
-            continue
-        out = io.StringIO()
-        with contextlib.chdir(folder), contextlib.redirect_stdout(out):
-            app(shlex.split(smaller)[1:], standalone_mode=False)
-        done[command] = out.getvalue()
+        done[command] = without_starting(gang, smaller, folder)
     return done
 
 

@@ -14,7 +14,8 @@ import yaml
 from common.config import apply_overrides, read_tree
 from data.tokenizers.byte import ByteTokenizer
 from models.flops import parameter_counts
-from tests.docs.test_docs import ROOT, SMALLER, commands, shell
+from tests.docs.test_docs import ROOT, SMALLER, commands, shell, without_starting
+from tests.gang import Gang
 from trainer.config import load_config
 from trainer.rundir import RunDirectory
 
@@ -35,8 +36,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def outputs(folder: Path) -> dict[str, str]:
-    return {command: shell(command, folder) for command in commands(PAGE)}
+def outputs(gang: Gang, folder: Path) -> dict[str, str]:
+    return {
+        command: without_starting(gang, command, folder) if command.startswith("gramian ") else shell(command, folder)
+        for command in commands(PAGE)
+    }
 
 
 def test_commands_run(outputs: dict[str, str], folder: Path) -> None:

@@ -81,10 +81,11 @@ EVERY2 = ["train.activation_checkpointing=selective", "train.activation_checkpoi
     [
         ([], 2, 1, 0),
         (["train.activation_checkpointing=full"], 2, 1, 2 * 6),  # all but the down projection
-        (["train.activation_checkpointing=selective"], 2, 1, 2 * 2),  # up and gate
-        (EVERY2, 10, 2, 5 * 2),
+        # Up and gate; in CI it is half of what follows.
+        pytest.param(["train.activation_checkpointing=selective"], 2, 1, 2 * 2, marks=pytest.mark.verify),
+        (EVERY2, 4, 2, 2 * 2),
     ],
-    ids=["none", "full", "selective", "every2-of-10"],
+    ids=["none", "full", "selective", "every2-of-4"],
 )
 def test_blocks_are_compiled_once(
     gang: Gang, corpus: Path, mode: list[str], layers: int, kinds: int, again: int

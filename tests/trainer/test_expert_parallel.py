@@ -55,6 +55,7 @@ def test_a_layout_is_the_plain_process(gang: Gang, paragraphs: Path, case: str) 
     hold(gang.run(against_one_process, arguments, 3, world=world)[0], kind, 3)
 
 
+@pytest.mark.verify
 def test_and_after_twenty_steps(gang: Gang, paragraphs: Path) -> None:
     world, keys = LAYOUTS["hsdp2x2-ep2"]
     arguments = [f"data.corpus={paragraphs}", *KINDS["sigmoid"], *keys, PAD]

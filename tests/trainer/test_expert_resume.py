@@ -16,8 +16,9 @@ from tests.gang import Gang
 from tests.runs import TINY, losses_and_norms, read_state, relative_difference, started, train_worker
 from trainer.rundir import RunDirectory
 
+STEPS, HALF = 6, 3
 # The learning rate moves at every step, so that one resumed at another would show.
-RUN = [*SMALL, *KINDS["sigmoid"], "schedule.name=cosine", "train.steps=8", "checkpoint.every=4"]
+RUN = [*SMALL, *KINDS["sigmoid"], "schedule.name=cosine", f"train.steps={STEPS}", f"checkpoint.every={HALF}"]
 
 
 class Runs:
@@ -39,7 +40,7 @@ class Runs:
         name = f"{source}-to-{target}"
         run = RunDirectory(self.folder / name)
         shutil.copytree(self.unbroken(source).path, run.path)
-        shutil.rmtree(run.checkpoint(8))
+        shutil.rmtree(run.checkpoint(STEPS))
         run.config_file.write_text(run.config_file.read_text().replace(f"name: {source}\n", f"name: {name}\n"))
         return self.train(name, target)
 
@@ -52,7 +53,7 @@ def runs(gang: Gang, paragraphs: Path, tmp_path_factory: pytest.TempPathFactory)
 def test_at_the_same_layout_to_the_bit(runs: Runs) -> None:
     unbroken, resumed = runs.unbroken("fsdp4-ep4"), runs.resumed("fsdp4-ep4", "fsdp4-ep4")
     assert losses_and_norms(resumed) == losses_and_norms(unbroken)
-    ours, theirs = read_state(resumed.checkpoint(8)), read_state(unbroken.checkpoint(8))
+    ours, theirs = read_state(resumed.checkpoint(STEPS)), read_state(unbroken.checkpoint(STEPS))
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[key], theirs[key]) for key in ours)
 
@@ -65,10 +66,10 @@ def test_at_another_layout(runs: Runs, source: str, target: str) -> None:
     """Losses, norms, weights and optimizer state as those of the unbroken run to 1e-5; measured up to 2e-7."""
     unbroken, resumed = runs.unbroken(source), runs.resumed(source, target)
     ours, theirs = losses_and_norms(resumed), losses_and_norms(unbroken)
-    assert len(ours) == len(theirs) == 8
+    assert len(ours) == len(theirs) == STEPS
     for a, b in zip(ours, theirs, strict=True):
         assert max(map(relative_difference, a, b)) < 1e-5
-    state, expected = read_state(resumed.checkpoint(8)), read_state(unbroken.checkpoint(8))
+    state, expected = read_state(resumed.checkpoint(STEPS)), read_state(unbroken.checkpoint(STEPS))
     far = {key: float((state[key] - value).norm() / value.norm()) for key, value in expected.items() if value.any()}
     assert {key: difference for key, difference in far.items() if difference >= 1e-5} == {}
     assert [difference for key, difference in far.items() if key.endswith("selection_bias")] == [0.0, 0.0]
@@ -89,7 +90,7 @@ def loaded(arguments: list[str], checkpoint: str) -> dict[str, Any]:
 def test_all_of_it_comes_back_to_the_bit(runs: Runs, target: str) -> None:
     """Weights, selection biases and the optimizer's state, of experts and of all else."""
     world, keys = LAYOUTS[target]
-    checkpoint = runs.unbroken("fsdp4-ep4").checkpoint(4)
+    checkpoint = runs.unbroken("fsdp4-ep4").checkpoint(HALF)
     state = runs.gang.run(loaded, [*runs.arguments, *keys], str(checkpoint), world=world)[0]
     saved = read_state(checkpoint)
     assert state.keys() == saved.keys()
@@ -100,7 +101,7 @@ def test_all_of_it_comes_back_to_the_bit(runs: Runs, target: str) -> None:
 
 def test_its_tensors_are_those_that_one_process_writes(runs: Runs) -> None:
     """Names and shapes tell nothing of ranks, and numbers are the same to 1e-5."""
-    ours, theirs = (read_state(runs.unbroken(layout).checkpoint(4)) for layout in ("fsdp4-ep4", "one"))
+    ours, theirs = (read_state(runs.unbroken(layout).checkpoint(HALF)) for layout in ("fsdp4-ep4", "one"))
     assert {key: tuple(t.shape) for key, t in ours.items()} == {key: tuple(t.shape) for key, t in theirs.items()}
     assert ours["model.blocks.0.moe.experts.w_up"].shape == (8, 32, 64)
     for key, value in theirs.items():

@@ -16,10 +16,10 @@ from tests.gang import Gang
 from tests.runs import TINY, losses_and_norms, read_state, train_worker, worst_difference
 from trainer.rundir import RunDirectory
 
+STEPS, HALF = 12, 6
 LAYOUTS = {
     "one": (1, []),
     "ddp2": (2, ["parallel.engine=ddp"]),
-    "ddp4": (4, ["parallel.engine=ddp"]),
     "fsdp2": (2, []),
     "fsdp4": (4, []),
     "hsdp2x2": (4, ["parallel.dp_replicate=2"]),
@@ -38,7 +38,9 @@ class Tiny:
         arguments = [TINY, f"data.corpus={self._corpus}", f"run.dir={self.folder}", f"run.name={name}"]
         # The learning rate moves at every step, so that one resumed at another would show.
         schedule = ["schedule.name=cosine", "schedule.warmup_steps=4"]
-        assert self._gang.run(train_worker, [*arguments, *schedule, *keys, *overrides], world=world) == [0] * world
+        steps = [f"train.steps={STEPS}", f"checkpoint.every={HALF}", f"eval.every={HALF}", "eval.batches=1"]
+        words = [*arguments, *schedule, *steps, *keys, *overrides]
+        assert self._gang.run(train_worker, words, world=world) == [0] * world
         return RunDirectory(self.folder / name)
 
 
@@ -49,7 +51,7 @@ def tiny(gang: Gang, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.fixture(scope="module")
 def unbroken(tiny: Tiny) -> Callable[[str], RunDirectory]:
-    """20 steps at once under a layout, made once."""
+    """All steps at once under a layout, made once."""
 
     @functools.cache
     def run(layout: str) -> RunDirectory:
@@ -58,20 +60,23 @@ def unbroken(tiny: Tiny) -> Callable[[str], RunDirectory]:
     return run
 
 
-def stopped_at_10(run: RunDirectory, name: str) -> None:
-    """A copy of a finished run, under another name, as it was when only its step-10 checkpoint was committed."""
+def stopped_halfway(run: RunDirectory, name: str) -> None:
+    """A copy of a finished run, under another name, as it was when only its first checkpoint was committed."""
     copy = RunDirectory(run.path.with_name(name))
     shutil.copytree(run.path, copy.path)
-    shutil.rmtree(copy.checkpoint(20))
+    shutil.rmtree(copy.checkpoint(STEPS))
     copy.config_file.write_text(copy.config_file.read_text().replace(run.path.name, name))
 
 
-@pytest.mark.parametrize("layout", ["ddp4", "fsdp4", "hsdp2x2", "hsdp2x2-deterministic"])
+# HSDP in CI with the key that makes it slower, as other layouts are to the bit without it.
+@pytest.mark.parametrize(
+    "layout", ["ddp2", "fsdp4", pytest.param("hsdp2x2", marks=pytest.mark.verify), "hsdp2x2-deterministic"]
+)
 def test_resume_at_the_same_layout_is_bitwise(tiny: Tiny, unbroken: Callable[[str], RunDirectory], layout: str) -> None:
-    stopped_at_10(unbroken(layout), f"again-{layout}")
+    stopped_halfway(unbroken(layout), f"again-{layout}")
     resumed = tiny(f"again-{layout}", layout)
     assert losses_and_norms(resumed) == losses_and_norms(unbroken(layout))
-    ours, theirs = read_state(resumed.checkpoint(20)), read_state(unbroken(layout).checkpoint(20))
+    ours, theirs = read_state(resumed.checkpoint(STEPS)), read_state(unbroken(layout).checkpoint(STEPS))
     assert ours.keys() == theirs.keys()
     assert any(key.startswith("optim.") for key in ours)
     for key in ours:
@@ -79,24 +84,24 @@ def test_resume_at_the_same_layout_is_bitwise(tiny: Tiny, unbroken: Callable[[st
 
 
 @pytest.mark.parametrize(
-    ("source", "target"), [("fsdp4", "fsdp2"), ("fsdp4", "ddp2"), ("fsdp4", "one"), ("ddp4", "fsdp4")]
+    ("source", "target"), [("fsdp4", "fsdp2"), ("fsdp4", "ddp2"), ("fsdp4", "one"), ("ddp2", "fsdp4")]
 )
 def test_resume_at_another_layout(
     tiny: Tiny, unbroken: Callable[[str], RunDirectory], source: str, target: str
 ) -> None:
     """Losses and norms of all steps agree with the unbroken run to 1e-5; the metrics hold each step once."""
-    stopped_at_10(unbroken(source), f"{source}-to-{target}")
+    stopped_halfway(unbroken(source), f"{source}-to-{target}")
     resumed = tiny(f"{source}-to-{target}", target)
     steps = [row["step"] for row in resumed.read_metrics() if "loss" in row]
-    assert steps == list(range(1, 21))
+    assert steps == list(range(1, STEPS + 1))
     assert max(worst_difference(resumed, unbroken(source)).values()) < 1e-5
 
 
 def test_more_steps_go_on_from_a_finished_run(tiny: Tiny) -> None:
-    """20 steps after 10 under a constant schedule are the 20 steps at once."""
+    """12 steps after 6 under a constant schedule are the 12 steps at once."""
     constant = "schedule.name=constant"
-    tiny("longer", "one", constant, "train.steps=10")
-    longer = tiny("longer", "one", constant, "train.steps=20")
+    tiny("longer", "one", constant, f"train.steps={HALF}")
+    longer = tiny("longer", "one", constant)
     at_once = tiny("at-once", "one", constant)
     assert losses_and_norms(longer) == losses_and_norms(at_once)
     assert len(list((longer.path / "starts").iterdir())) == 2
@@ -105,10 +110,10 @@ def test_more_steps_go_on_from_a_finished_run(tiny: Tiny) -> None:
 def test_torn_checkpoint_is_ignored_and_cleaned(tiny: Tiny) -> None:
     run = tiny("torn", "fsdp2")
     expected = losses_and_norms(run)
-    (run.checkpoint(20) / "COMMIT").unlink()
-    assert run.committed() == [10]
+    (run.checkpoint(STEPS) / "COMMIT").unlink()
+    assert run.committed() == [HALF]
     tiny("torn", "fsdp2")
-    assert run.committed() == [10, 20]
+    assert run.committed() == [HALF, STEPS]
     assert losses_and_norms(run) == expected
 
 
@@ -146,6 +151,7 @@ def test_checkpoint_manifest_and_format(tiny: Tiny) -> None:
 @pytest.mark.parametrize("optimizer", ["adam", "sgd", "adagrad", "rmsprop"])
 def test_every_optimizer_resumes_bitwise(tiny: Tiny, optimizer: str) -> None:
     keys = [f"optim.name={optimizer}", "optim.weight_decay=0.01", "train.steps=6", "checkpoint.every=3"]
+    keys.append("eval.batches=0")
     if optimizer == "rmsprop":
         keys.append("optim.momentum=0.9")
     run = tiny(f"optimizer-{optimizer}", "fsdp2", *keys)
@@ -204,10 +210,10 @@ def test_a_full_disk_commits_nothing_and_is_told(gang: Gang, corpus: Path, tmp_p
 
 def test_a_loss_that_is_not_finite_ends_the_run_on_all_ranks(gang: Gang, corpus: Path, tmp_path: Path) -> None:
     """Before it can reach a checkpoint; the next start goes on from the one before."""
-    arguments = [TINY, f"data.corpus={corpus}", f"run.dir={tmp_path}", "checkpoint.every=2", "train.steps=6"]
+    arguments = [TINY, f"data.corpus={corpus}", f"run.dir={tmp_path}", "checkpoint.every=2", "train.steps=5"]
     for message in gang.run(train_with_nan, arguments, world=2):
         assert "loss nan" in message
     run = RunDirectory(tmp_path / "tiny")
     assert run.committed() == [2]
     assert gang.run(train_worker, arguments, world=2) == [0, 0]
-    assert [row["step"] for row in run.read_metrics() if "loss" in row] == [1, 2, 3, 4, 5, 6]
+    assert [row["step"] for row in run.read_metrics() if "loss" in row] == [1, 2, 3, 4, 5]

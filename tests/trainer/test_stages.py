@@ -111,13 +111,28 @@ def whole(gang: Gang, folder: Path) -> list[list[Any]]:
     return run_fed(gang, folder, 1, "one-rank")
 
 
+@pytest.fixture(scope="module")
+def by_ranks(gang: Gang, folder: Path) -> dict[int, list[list[Any]]]:
+    """What two and four ranks are fed; their runs are `ranks-2` and `ranks-4`."""
+    return {world: run_fed(gang, folder, world, f"ranks-{world}") for world in (2, 4)}
+
+
+def stopped(folder: Path, source: str, stop: int) -> RunDirectory:
+    """A copy of a finished run, under another name, as it was after a step."""
+    name = f"{source}-stopped-{stop}"
+    run = RunDirectory(Path(shutil.copytree(folder / source, folder / name)))
+    for step in range(stop + 1, STEPS + 1):
+        shutil.rmtree(run.checkpoint(step))
+    run.config_file.write_text(run.config_file.read_text().replace(f"name: {source}\n", f"name: {name}\n"))
+    return run
+
+
 @pytest.mark.parametrize("world", [2, 4])
 def test_any_number_of_ranks_is_fed_the_same_samples(
-    gang: Gang, folder: Path, whole: list[list[Any]], world: int
+    folder: Path, whole: list[list[Any]], by_ranks: dict[int, list[list[Any]]], world: int
 ) -> None:
-    name = f"ranks-{world}"
-    assert run_fed(gang, folder, world, name) == whole
-    ours, theirs = (losses_and_norms(RunDirectory(folder / n)) for n in (name, "one-rank"))
+    assert by_ranks[world] == whole
+    ours, theirs = (losses_and_norms(RunDirectory(folder / n)) for n in (f"ranks-{world}", "one-rank"))
     assert len(ours) == STEPS
     assert max(relative_difference(a[0], b[0]) for a, b in zip(ours, theirs, strict=True)) < 1e-5
 
@@ -142,18 +157,16 @@ def test_each_stage_is_evaluated_on_what_it_reads(folder: Path) -> None:
     assert [(row["step"], row["eval_tokens"]) for row in rows] == [(4, first), (8, second), (11, second)]
 
 
+@pytest.mark.usefixtures("by_ranks")
 @pytest.mark.parametrize("stop", [3, FIRST_STAGE, 8])
 def test_resumed_on_two_ranks_after_four_is_fed_the_rest(
     gang: Gang, folder: Path, whole: list[list[Any]], stop: int
 ) -> None:
     """Within the first stage, exactly at its end, and within the second."""
-    name = f"stopped-{stop}"
-    assert run_fed(gang, folder, 4, name) == whole
-    run = RunDirectory(folder / name)
-    for step in range(stop + 1, STEPS + 1):
-        shutil.rmtree(run.checkpoint(step))
+    run = stopped(folder, "ranks-4", stop)
     expected = losses_and_norms(run)
-    assert run_fed(gang, folder, 2, name) == whole[stop:]
+    assert len(expected) == STEPS
+    assert run_fed(gang, folder, 2, run.path.name) == whole[stop:]
     rows = [row for row in run.read_metrics() if "loss" in row]
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     assert [row["stage"] for row in rows] == [0] * FIRST_STAGE + [1] * (STEPS - FIRST_STAGE)
@@ -162,13 +175,12 @@ def test_resumed_on_two_ranks_after_four_is_fed_the_rest(
         assert norm == pytest.approx(theirs[1], rel=1e-4)
 
 
+@pytest.mark.usefixtures("by_ranks")
 def test_resumed_at_the_same_layout_is_bitwise(gang: Gang, folder: Path) -> None:
-    run = RunDirectory(folder / "bitwise")
-    run_fed(gang, folder, 2, "bitwise")
-    expected, state = losses_and_norms(run), read_state(run.checkpoint(STEPS))
-    for step in range(FIRST_STAGE + 1, STEPS + 1):
-        shutil.rmtree(run.checkpoint(step))
-    run_fed(gang, folder, 2, "bitwise")
+    unbroken = RunDirectory(folder / "ranks-2")
+    expected, state = losses_and_norms(unbroken), read_state(unbroken.checkpoint(STEPS))
+    run = stopped(folder, "ranks-2", FIRST_STAGE)
+    assert len(run_fed(gang, folder, 2, run.path.name)) == STEPS - FIRST_STAGE
     assert losses_and_norms(run) == expected
     again = read_state(run.checkpoint(STEPS))
     assert all(np.array_equal(state[key], again[key]) for key in state.keys() | again.keys())
