@@ -33,16 +33,20 @@ class Piece(NamedTuple):
 
 
 class Message(NamedTuple):
-    """What a rank sends to all others, or gets from them, in their order."""
+    """What a rank sends to all others, or gets from them, in their order; and what it keeps, which does not travel."""
 
     pieces: list[Piece]
     sizes: list[int]  # numbers for, or of, each rank
+    kept: list[Piece]
 
     @staticmethod
-    def of(by_rank: Sequence[Sequence[Piece]]) -> Message:
-        """From the pieces for, or of, each rank."""
-        pieces = [piece for those in by_rank for piece in those]
-        return Message(pieces, [sum(math.prod(piece.shape) for piece in those) for those in by_rank])
+    def of(by_rank: Sequence[Sequence[Piece]], mine: int) -> Message:
+        """From the pieces for, or of, each rank, of which this one is `mine`."""
+        others = [[] if rank == mine else those for rank, those in enumerate(by_rank)]
+        pieces = [piece for those in others for piece in those]
+        return Message(
+            pieces, [sum(math.prod(piece.shape) for piece in those) for those in others], list(by_rank[mine])
+        )
 
 
 class Bucket:
@@ -69,19 +73,36 @@ class Bucket:
                     taken[giver].append(in_matrix)
                     for holder in holders:
                         returned[holder].append(in_matrix)
-        self._given, self._taken, self._returned, self._home = map(Message.of, (given, taken, returned, home))
+        self._given, self._taken, self._returned, self._home = (
+            Message.of(by_rank, ranks.mine) for by_rank in (given, taken, returned, home)
+        )
 
-    def gather(self, gradients: Mapping[str, Tensor], device: torch.device) -> Callable[[], dict[int, Tensor]]:
+    def gather(
+        self, gradients: Mapping[str, Tensor], device: torch.device, share: bool = False
+    ) -> Callable[[], dict[int, Tensor]]:
         """Start this rank's parts of gradients on their way to owners.
 
-        What it returns waits for this rank's matrices, and gives them whole by their number in the bucket, in fp32.
+        What it returns waits for this rank's matrices, and gives them whole by their number in the bucket, in fp32;
+        with `share` they may be views of `gradients`, where those are whole already.
         """
-        sent = [gradients[self.matrices[piece.matrix].parameter][piece.at] for piece in self._given.pieces]
-        arrive = self._exchange(sent, self._given, self._taken, device)
+
+        def part(piece: Piece) -> Tensor:
+            return gradients[self.matrices[piece.matrix].parameter][piece.at]
+
+        arrive = self._exchange([part(piece) for piece in self._given.pieces], self._given, self._taken, device)
+        kept = [
+            (to, part(piece).reshape(to.shape)) for piece, to in zip(self._given.kept, self._taken.kept, strict=True)
+        ]
 
         def finish() -> dict[int, Tensor]:
-            wholes = {i: torch.empty(self.matrices[i].shape, device=device) for i in self.mine}
-            for piece, values in arrive():
+            wholes: dict[int, Tensor] = {}
+            for piece, values in (*kept, *arrive()):
+                shape = self.matrices[piece.matrix].shape
+                if share and values.shape == shape:
+                    wholes[piece.matrix] = values.float()
+                    continue
+                if piece.matrix not in wholes:
+                    wholes[piece.matrix] = torch.empty(shape, device=device)
                 wholes[piece.matrix][piece.at] = values
             return wholes
 
@@ -92,25 +113,31 @@ class Bucket:
     ) -> Callable[[], list[tuple[str, Index, Tensor]]]:
         """Start the updates of this rank's matrices on their way to all that hold a part of them.
 
-        What it returns waits for this rank's parts, and gives parameter, index in what is held of it, and values.
+        What it returns waits for this rank's parts, and gives parameter, index in what is held of it, and values, which
+        may share memory with `updates`.
         """
         sent = [updates[piece.matrix][piece.at] for piece in self._returned.pieces]
         arrive = self._exchange(sent, self._returned, self._home, device)
-        return lambda: [(self.matrices[piece.matrix].parameter, piece.at, values) for piece, values in arrive()]
+        kept = [
+            (home, updates[piece.matrix][piece.at].reshape(home.shape).float())
+            for piece, home in zip(self._returned.kept, self._home.kept, strict=True)
+        ]
+        return lambda: [
+            (self.matrices[piece.matrix].parameter, piece.at, values) for piece, values in (*kept, *arrive())
+        ]
 
     def _exchange(
         self, parts: Sequence[Tensor], out: Message, into: Message, device: torch.device
     ) -> Callable[[], list[tuple[Piece, Tensor]]]:
+        if self._ranks.group is None:
+            return list
         sent = torch.cat([part.reshape(-1).float() for part in parts] or [torch.empty(0, device=device)])
-        received, work = sent, None
-        if self._ranks.group is not None:
-            received = torch.empty(sum(into.sizes), device=device)
-            work = dist.all_to_all_single(received, sent, into.sizes, out.sizes, self._ranks.group, async_op=True)
+        received = torch.empty(sum(into.sizes), device=device)
+        work = dist.all_to_all_single(received, sent, into.sizes, out.sizes, self._ranks.group, async_op=True)
 
         def arrive() -> list[tuple[Piece, Tensor]]:
             nonlocal sent
-            if work is not None:
-                work.wait()
+            work.wait()
             del sent  # which had to live until here
             flat = received.split([math.prod(piece.shape) for piece in into.pieces])
             return [(piece, part.view(piece.shape)) for piece, part in zip(into.pieces, flat, strict=True)]

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from optim.moments import adam
-from optim.roots import eigenbasis, product
+from optim.products import product
+from optim.roots import eigenbasis
 from optim.rule import Rule
 
 

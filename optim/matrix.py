@@ -140,7 +140,7 @@ class MatrixOptimizer(Optimizer):
             # While this rank works on a bucket's matrices, the next bucket arrives and the last one returns.
             wholes = arriving.pop()() if arriving else {}
             if following is not None:
-                arriving.append(self._buckets[following].gather(gradients, self.device))
+                arriving.append(self._buckets[following].gather(gradients, self.device, share=True))
             if k is not None:
                 updates = self._apply_rule(self._batches[k], wholes, present)
                 if returning:
@@ -151,12 +151,12 @@ class MatrixOptimizer(Optimizer):
 
     def _apply_rule(self, batches: list[Batch], wholes: dict[int, Tensor], present: set[str]) -> dict[int, Tensor]:
         """The updates of this rank's matrices by number; zeros for those without a gradient, whose state rests."""
-        updates = {i: torch.zeros_like(whole) for i, whole in wholes.items()}
+        updates: dict[int, Tensor] = {}
         for batch in batches:
             by_step: dict[int, list[int]] = {}
-            for row, matrix in enumerate(batch.matrices):
+            for row, (matrix, done) in enumerate(zip(batch.matrices, batch.steps.tolist(), strict=True)):
                 if matrix.parameter in present:
-                    by_step.setdefault(int(batch.steps[row]) + 1, []).append(row)
+                    by_step.setdefault(done + 1, []).append(row)
             for step, rows in by_step.items():
                 everything = len(rows) == len(batch.matrices)
                 state = batch.state if everything else {name: t[rows] for name, t in batch.state.items()}
@@ -167,18 +167,22 @@ class MatrixOptimizer(Optimizer):
                         tensor[rows] = state[name]
                 batch.steps[rows] = step
                 updates |= {batch.numbers[row]: update for row, update in zip(rows, updates_BMN, strict=True)}
-        return updates
+        return updates | {i: torch.zeros_like(whole) for i, whole in wholes.items() if i not in updates}
 
     def _change_weights(self, pieces: list[tuple[str, Index, Tensor]], present: set[str]) -> None:
-        for name, at, update in pieces:
-            if name in present:
-                group, weight = self._group_of[name], local(self._named[name])[at]
-                moved = weight.float()  # itself, if it is fp32
-                moved.mul_(1.0 - group["lr"] * group["weight_decay"])
-                # Two roundings, and not the one of a fused multiply and add, which not every element might get.
-                moved.sub_(update * group["lr"])
-                if moved is not weight:
-                    weight.copy_(moved)
+        pieces = [piece for piece in pieces if piece[0] in present]
+        if not pieces:
+            return
+        groups = [self._group_of[name] for name, _, _ in pieces]
+        weights = [local(self._named[name])[at] for name, at, _ in pieces]
+        moved = [weight.float() for weight in weights]  # themselves, if they are fp32
+        torch._foreach_mul_(moved, [1.0 - group["lr"] * group["weight_decay"] for group in groups])
+        # Two roundings, and not the one of a fused multiply and add, which not every element might get.
+        steps = torch._foreach_mul([update for _, _, update in pieces], [group["lr"] for group in groups])
+        torch._foreach_sub_(moved, steps)
+        for weight, result in zip(weights, moved, strict=True):
+            if result is not weight:
+                weight.copy_(result)
 
     def _owned(self) -> Iterator[Batch]:
         for batches in self._batches:

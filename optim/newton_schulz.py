@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from optim.products import symmetric_product, symmetric_product_flops
+
 
 class Table(NamedTuple):
     """Coefficients (a, b, c) of each step, p(x) = a x + b x^3 + c x^5, and by how much singular values stay below 1."""
@@ -57,13 +59,14 @@ TABLES = {
     ),
 }
 
-# Rows from which on, on a CPU, half of a symmetric product's blocks and mirroring beat the whole product: by a seventh
-# at 384 rows, by a third at 1024. Elsewhere it is not measured, and products are whole.
-_WORTH_SPLITTING = 256
 # After so many steps the short iteration begins anew from the matrix. What rounding makes of eigenvalues near zero in
 # its Gram matrix, negative ones too, grows by up to 65 times a step: after three steps the error is 1e-5 where the long
 # iteration's is 2e-6, after four it is three to seven times that, after five ten to fifty times.
 _RESTART = 3
+# Norms down to this one, and up to its inverse, are sums of squares that float32 holds.
+_SMALL = 1e-12
+# What the short iteration must save, as its more and smaller operations take longer to call: 20 to 40 microseconds.
+_FLOPS_OF_CALLS = 3e6
 
 
 def steps_of(coefficients: str, steps: int | None = None) -> Table:
@@ -116,7 +119,8 @@ def newton_schulz(
     on_gpu = x_BMN.is_cuda
     dtype = dtype or (torch.bfloat16 if on_gpu else x_BMN.dtype)
     if gram is None:
-        gram = dtype.itemsize >= 4 and flops(m, n, len(table.steps), True) < flops(m, n, len(table.steps), False)
+        least = flops(m, n, len(table.steps))
+        gram = dtype.itemsize >= 4 and least < flops(m, n, len(table.steps), gram=False)
     iterate = _polynomial_of_vector if min(m, n) == 1 else _short_iteration if gram else _iteration
     result_BMN = torch.empty(x_BMN.shape, dtype=x_BMN.dtype, device=x_BMN.device)
     if not result_BMN.numel():
@@ -132,21 +136,27 @@ def newton_schulz(
 
 
 def flops(m: int, n: int, steps: int, gram: bool | None = None) -> float:
-    """Floating-point operations of the products for one m x n matrix on a CPU; by default of the cheaper iteration."""
+    """Floating-point operations of the products for one m x n matrix on a CPU; by default of the faster iteration."""
     s, long = min(m, n), max(m, n)
     if s == 1:
         return 0.0
     segments = -(-steps // _RESTART)
-    inner = _product_flops(s, s)
-    plain = steps * (_product_flops(s, long) + inner + 2.0 * s * s * long)
+    inner = symmetric_product_flops(s, s)
+    plain = steps * (symmetric_product_flops(s, long) + inner + 2.0 * s * s * long)
     # Every step squares A; every step but a segment's first one also forms P A P and P Q.
-    short = segments * (_product_flops(s, long) + 2.0 * s * s * long) + inner * (steps + 3 * (steps - segments))
-    return min(plain, short) if gram is None else short if gram else plain
+    short = segments * (symmetric_product_flops(s, long) + 2.0 * s * s * long)
+    short += inner * (steps + 3 * (steps - segments))
+    return short if (short + _FLOPS_OF_CALLS < plain if gram is None else gram) else plain
 
 
 def _normalised(x_BSL: Tensor, safety: float) -> Tensor:
-    """A contiguous copy with Frobenius norm 1 / safety, in float32 at least: the largest entry goes out first."""
+    """A contiguous copy with Frobenius norm 1 / safety, in float32 at least; where squares might be out of range, the
+    largest entry goes out first."""
     x_BSL = x_BSL.to(torch.promote_types(x_BSL.dtype, torch.float32), copy=True, memory_format=torch.contiguous_format)
+    if x_BSL.is_cpu:  # one matrix, whose norm it costs nothing to look at
+        norm = float(torch.linalg.vector_norm(x_BSL))
+        if _SMALL < norm < 1.0 / _SMALL:  # no square was too large, nor too small and of any account
+            return x_BSL.div_(norm * safety)
     tiny = torch.finfo(x_BSL.dtype).tiny
     x_BSL /= x_BSL.abs().amax((1, 2), keepdim=True).clamp_(min=tiny)
     x_BSL /= torch.linalg.vector_norm(x_BSL, dim=(1, 2), keepdim=True).mul_(safety).clamp_(min=tiny)
@@ -162,10 +172,14 @@ def _polynomial_of_vector(x_BSL: Tensor, table: Table) -> Tensor:
 
 
 def _iteration(x_BSL: Tensor, table: Table) -> Tensor:
-    """X <- a X + (b A + c A^2) X with A = X X^T, step by step."""
+    """X <- a X + (b A + c A^2) X with A = X X^T, step by step, in place of X and as much memory again."""
+    y_BSL, a_BSS = torch.empty_like(x_BSL), x_BSL.new_empty(*x_BSL.shape[:2], x_BSL.shape[1])
+    w_BSS = torch.empty_like(a_BSS)
     for a, b, c in table.steps:
-        a_BSS = _symmetric_product(x_BSL, x_BSL)
-        x_BSL = torch.baddbmm(x_BSL, _symmetric_product(a_BSS, a_BSS, a_BSS, b, c), x_BSL, beta=a)
+        symmetric_product(x_BSL, x_BSL, out_BSS=a_BSS)
+        symmetric_product(a_BSS, a_BSS, a_BSS, b, c, w_BSS)
+        torch.baddbmm(x_BSL, w_BSS, x_BSL, beta=a, out=y_BSL)
+        x_BSL, y_BSL = y_BSL, x_BSL
     return x_BSL
 
 
@@ -176,52 +190,18 @@ def _short_iteration(x_BSL: Tensor, table: Table) -> Tensor:
     of eigenvalues under rounding; A P^2 has twice the error.
     """
     for start in range(0, len(table.steps), _RESTART):
-        a_BSS = _symmetric_product(x_BSL, x_BSL)
+        a_BSS = symmetric_product(x_BSL, x_BSL)
         p_BSS = q_BSS = _polynomial(a_BSS, *table.steps[start])
         for coefficients in table.steps[start + 1 : start + _RESTART]:
-            a_BSS = _symmetric_product(_symmetric_product(p_BSS, a_BSS), p_BSS)
+            a_BSS = symmetric_product(symmetric_product(p_BSS, a_BSS), p_BSS)
             p_BSS = _polynomial(a_BSS, *coefficients)
-            q_BSS = _symmetric_product(p_BSS, q_BSS)
+            q_BSS = symmetric_product(p_BSS, q_BSS)
         x_BSL = torch.bmm(q_BSS, x_BSL)
     return x_BSL
 
 
 def _polynomial(a_BSS: Tensor, a: float, b: float, c: float) -> Tensor:
     """a I + b A + c A^2."""
-    p_BSS = _symmetric_product(a_BSS, a_BSS, a_BSS, b, c)
+    p_BSS = symmetric_product(a_BSS, a_BSS, a_BSS, b, c)
     p_BSS.diagonal(dim1=1, dim2=2).add_(a)
     return p_BSS
-
-
-def _symmetric_product(
-    x_BSK: Tensor, y_BSK: Tensor, z_BSS: Tensor | None = None, beta: float = 0.0, alpha: float = 1.0
-) -> Tensor:
-    """beta Z + alpha X Y^T where that is symmetric: large blocks above the diagonal are mirrored, not computed."""
-    s = x_BSK.shape[1]
-    if s < _WORTH_SPLITTING or x_BSK.device.type != "cpu":
-        return _product(x_BSK, y_BSK, z_BSS, beta, alpha)
-    result_BSS = x_BSK.new_empty(len(x_BSK), s, s)
-    top, bottom = slice(0, s // 2), slice(s // 2, s)
-    for half in (top, bottom):
-        z = None if z_BSS is None else z_BSS[:, half, half]
-        result_BSS[:, half, half] = _symmetric_product(x_BSK[:, half], y_BSK[:, half], z, beta, alpha)
-    z = None if z_BSS is None else z_BSS[:, bottom, top]
-    below = _product(x_BSK[:, bottom], y_BSK[:, top], z, beta, alpha)
-    result_BSS[:, bottom, top] = below
-    result_BSS[:, top, bottom] = below.mT
-    return result_BSS
-
-
-def _product(x_BSK: Tensor, y_BTK: Tensor, z_BST: Tensor | None, beta: float, alpha: float) -> Tensor:
-    """beta Z + alpha X Y^T."""
-    if z_BST is None:
-        return torch.bmm(x_BSK, y_BTK.mT)
-    return torch.baddbmm(z_BST, x_BSK, y_BTK.mT, beta=beta, alpha=alpha)
-
-
-def _product_flops(s: int, k: int) -> float:
-    """Floating-point operations of `_symmetric_product` for one matrix of s x k on a CPU."""
-    if s < _WORTH_SPLITTING:
-        return 2.0 * s * s * k
-    top, bottom = s // 2, s - s // 2
-    return _product_flops(top, k) + _product_flops(bottom, k) + 2.0 * top * bottom * k

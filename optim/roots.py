@@ -11,6 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from optim.products import full_precision, product, symmetric_product
+
 # Eigenvalues below minus this part of the largest one are no rounding: the decomposition has failed.
 _NEGATIVE = 1e-3
 
@@ -19,19 +21,6 @@ def eigh(a_NN: Tensor) -> tuple[Tensor, Tensor]:
     """Every eigendecomposition of a rule goes through here, one matrix at a time: one that fails fails alone."""
     values_N, vectors_NN = torch.linalg.eigh(a_NN)
     return values_N, vectors_NN
-
-
-def product(a_BMK: Tensor, b_BKN: Tensor) -> Tensor:
-    """Matrix products in the precision of their factors, never TF32: it gives Gram matrices negative eigenvalues."""
-    if a_BMK.is_cuda:
-        chosen = torch.get_float32_matmul_precision()
-        torch.set_float32_matmul_precision("highest")
-        try:
-            return a_BMK @ b_BKN
-        finally:
-            torch.set_float32_matmul_precision(chosen)
-    # A CPU's products round by a matrix' address and by whether it is in a batch: each gets memory of its own.
-    return torch.stack([a.clone() @ b.clone() for a, b in zip(a_BMK, b_BKN, strict=True)])
 
 
 def eigenbasis(a_BNN: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -100,8 +89,9 @@ def _inverse_root(a_NN: Tensor, exponent: float, ridge: float) -> tuple[Tensor, 
     shifted_N = values_N + ridge * largest
     power_N = torch.where(shifted_N > floor * largest, shifted_N**-exponent, 0.0)
     power_N = torch.where(largest > 0.0, power_N, 1.0)
-    root_NN = product((vectors_NN * power_N)[None], vectors_NN.mT[None])[0]
-    return root_NN.to(a_NN.dtype), ok
+    with full_precision():
+        root_1NN = symmetric_product((vectors_NN * power_N)[None], vectors_NN[None])
+    return root_1NN[0].to(a_NN.dtype), ok
 
 
 def _iterate(a_NN: Tensor, q_NN: Tensor) -> tuple[Tensor, Tensor, bool]:

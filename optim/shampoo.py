@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from optim.moments import accumulate
-from optim.roots import inverse_root, product
+from optim.products import accumulate_gram, product
+from optim.roots import inverse_root
 from optim.rule import Rule
 
 
@@ -70,7 +71,7 @@ class Shampoo(Rule):
         grafted_BMN = self._grafted(average_BMN, gradient_BMN, state, step)
         blocks_APQ = self._cut(gradient_BMN)
         for side, a_APQ in (("left", blocks_APQ), ("right", blocks_APQ.mT)):
-            accumulate(state[side].view(-1, *state[side].shape[2:]), product(a_APQ, a_APQ.mT), self.factor_beta)
+            accumulate_gram(state[side].view(-1, *state[side].shape[2:]), a_APQ, self.factor_beta)
         if step < self.start_step:
             return grafted_BMN.clone()
         if (step - self.start_step) % self.precondition_every == 0:
@@ -82,7 +83,7 @@ class Shampoo(Rule):
             return update_BMN
         norm_B11 = _norms(update_BMN)
         ratio_B11 = torch.where(norm_B11 > 0.0, _norms(grafted_BMN) / norm_B11, 0.0)
-        return update_BMN * ratio_B11.to(update_BMN.dtype)
+        return update_BMN.mul_(ratio_B11.to(update_BMN.dtype))
 
     def cost(self, m: int, n: int) -> float:
         rows, columns, p, q = self._grid(m, n)
@@ -95,7 +96,8 @@ class Shampoo(Rule):
         beta = 1.0 if self.grafting == "adagrad" else self.betas[1]
         accumulate(state["exp_avg_sq"], gradient_BMN * gradient_BMN, beta)
         correction = 1.0 - beta**step if self.grafting == "adam" else 1.0
-        return average_BMN / (state["exp_avg_sq"] / correction).sqrt_().add_(self.eps)
+        root_BMN = (state["exp_avg_sq"] / correction).sqrt_().add_(self.eps)
+        return torch.div(average_BMN, root_BMN, out=root_BMN)
 
     def _refresh(self, state: dict[str, Tensor], step: int) -> None:
         """New roots. Where one fails, the last one stays: the identity if there has been none."""
@@ -121,6 +123,8 @@ class Shampoo(Rule):
         """Blocks (A, P, Q), A = B K, filled up with zeros, which change nothing in the other rows of a root."""
         m, n = x_BMN.shape[1:]
         rows, columns, p, q = self._grid(m, n)
+        if rows == columns == 1:
+            return x_BMN
         x_BMN = pad(x_BMN, (0, columns * q - n, 0, rows * p - m))
         return x_BMN.view(-1, rows, p, columns, q).transpose(2, 3).reshape(-1, p, q)
 
@@ -128,6 +132,8 @@ class Shampoo(Rule):
         """The inverse of `_cut`."""
         m, n = like_BMN.shape[1:]
         rows, columns, p, q = self._grid(m, n)
+        if rows == columns == 1:
+            return x_APQ
         whole_BMN = x_APQ.view(-1, rows, columns, p, q).transpose(2, 3).reshape(-1, rows * p, columns * q)
         return whole_BMN[:, :m, :n].contiguous()
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from optim.moments import accumulate, adam
-from optim.roots import eigenbasis, orthogonal_iteration, product
+from optim.moments import adam
+from optim.products import accumulate_gram, product
+from optim.roots import eigenbasis, orthogonal_iteration
 from optim.rule import Rule
 
 
@@ -77,7 +78,7 @@ class SOAP(Rule):
     def _observe(self, gradient_BMN: Tensor, state: dict[str, Tensor]) -> None:
         for side, a_BSN in (("left", gradient_BMN), ("right", gradient_BMN.mT)):
             if side in state:
-                accumulate(state[side], product(a_BSN, a_BSN.mT), self.factor_beta)
+                accumulate_gram(state[side], a_BSN, self.factor_beta)
 
     def _renew(self, state: dict[str, Tensor], first: bool) -> None:
         """The first bases by eigenvectors, identity where that fails; the next by one step of power iteration."""

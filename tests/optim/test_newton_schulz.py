@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from optim import newton_schulz as module
+from optim import products
 from optim.newton_schulz import TABLES, flops, newton_schulz, steps_of
 
 # Wide, tall, square, one row, one column, one entry, batches.
@@ -35,7 +35,7 @@ def relative_error(result: Tensor, expected: Tensor) -> float:
 @pytest.fixture
 def split_early(monkeypatch: pytest.MonkeyPatch) -> None:
     """Symmetric products of small matrices in blocks, several levels deep, as those of large ones are computed."""
-    monkeypatch.setattr(module, "_WORTH_SPLITTING", 8)
+    monkeypatch.setattr(products, "_WORTH_SPLITTING", 8)
 
 
 @pytest.mark.parametrize("gram", [False, True, None])
@@ -142,7 +142,7 @@ def test_bfloat16() -> None:
 def test_flops_are_those_counted(
     m: int, n: int, steps: int, gram: bool, split: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_WORTH_SPLITTING", split)
+    monkeypatch.setattr(products, "_WORTH_SPLITTING", split)
     with FlopCounterMode(display=False) as counter:
         newton_schulz(gaussian(3, m, n), steps=steps, gram=gram)
     assert counter.get_total_flops() == 3 * flops(m, n, steps, gram)

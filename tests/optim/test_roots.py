@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from optim import roots
-from optim.roots import eigenbasis, inverse_root, orthogonal_iteration, product
+from optim.products import product
+from optim.roots import eigenbasis, inverse_root, orthogonal_iteration
 from tests.optim.stepping import FailingSolver, close
 
 RIDGE = 1e-4
