@@ -17,6 +17,7 @@ from common.config import read_tree
 from common.errors import UserError
 from common.files import atomic_write, locked
 from trainer.config import TrainingConfig, as_this_version_writes, differences
+from trainer.events import EventLog
 
 # Keys, and sections with a dot at the end, that may change between two starts of one run: they change no number beyond
 # rounding, or only how far the run goes.
@@ -54,6 +55,11 @@ class RunDirectory:
     def metrics_file(self) -> Path:
         """One JSON object a logged step or evaluation."""
         return self.path / "metrics.jsonl"
+
+    @property
+    def events(self) -> EventLog:
+        """What happened to the run: starts, resumes, saves, stops and faults."""
+        return EventLog(self.path / "events.jsonl")
 
     @property
     def sample_file(self) -> Path:

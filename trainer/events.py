@@ -1,0 +1,46 @@
+"""What happened to a run, in `events.jsonl`: one JSON object a line, with `time` and `event`. Imports no torch.
+
+Unlike metrics it is never cut back: what a restart does again was done twice, and is told twice.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+
+class EventLog:
+    """Appends events to a file; each is one write, so that workers and their launcher can share it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def record(self, event: str, **fields: Any) -> None:
+        """Add an event with the time in seconds since 1970. A disk that takes no more ends no run."""
+        line = json.dumps({"time": round(time.time(), 3), "event": event, **fields}) + "\n"
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+            try:
+                size = os.fstat(file).st_size
+                cut_off = size > 0 and os.pread(file, 1, size - 1) != b"\n"
+                os.write(file, ("\n" * cut_off + line).encode())
+            finally:
+                os.close(file)
+        except OSError:
+            return
+
+    def read(self) -> list[dict[str, Any]]:
+        """All events, oldest first; a last line that a full disk cut off is left out."""
+        if not self.path.exists():
+            return []
+        events = []
+        for line in self.path.read_text(encoding="utf-8").splitlines():
+            try:
+                events.append(json.loads(line))
+            except json.JSONDecodeError:
+                continue
+        return events
