@@ -20,16 +20,12 @@ from optim.ownership import Matrix
 Index = tuple[slice, ...]
 
 
-class Piece(NamedTuple):
+class Piece:
     """A part of a matrix that one rank holds: the matrix' number in its bucket, and where the part is in a tensor."""
 
-    matrix: int
-    at: Index
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Length of every side."""
-        return tuple(side.stop - side.start for side in self.at)
+    def __init__(self, matrix: int, at: Index) -> None:
+        self.matrix, self.at = matrix, at
+        self.shape = tuple(side.stop - side.start for side in at)
 
 
 class Message(NamedTuple):

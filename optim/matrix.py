@@ -165,7 +165,10 @@ class MatrixOptimizer(Optimizer):
                 if not everything:
                     for name, tensor in batch.state.items():
                         tensor[rows] = state[name]
-                batch.steps[rows] = step
+                if everything:
+                    batch.steps.fill_(step)
+                else:
+                    batch.steps[rows] = step
                 updates |= {batch.numbers[row]: update for row, update in zip(rows, updates_BMN, strict=True)}
         return updates | {i: torch.zeros_like(whole) for i, whole in wholes.items() if i not in updates}
 

@@ -68,7 +68,8 @@ class Muon(Rule):
         momentum_BMN.mul_(self.momentum).add_(gradient_BMN)
         direction_BMN = gradient_BMN.add(momentum_BMN, alpha=self.momentum) if self.nesterov else momentum_BMN
         update_BMN = newton_schulz(direction_BMN, self.coefficients, self.steps)
-        return update_BMN.mul_(self.factor(*gradient_BMN.shape[-2:])).to(gradient_BMN.dtype)
+        factor = self.factor(*gradient_BMN.shape[-2:])
+        return (update_BMN if factor == 1.0 else update_BMN.mul_(factor)).to(gradient_BMN.dtype)
 
     def cost(self, m: int, n: int) -> float:
         return flops(m, n, self.steps) + 10.0 * m * n  # products, and what is done to every entry

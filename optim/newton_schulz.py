@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from optim.products import symmetric_product, symmetric_product_flops
+from optim.products import batches, is_alone, symmetric_product, symmetric_product_flops
 
 
 class Table(NamedTuple):
@@ -128,10 +128,13 @@ def newton_schulz(
     x_BMN, y_BMN = x_BMN.reshape(-1, m, n), result_BMN.view(-1, m, n)
     if m > n:
         x_BMN, y_BMN = x_BMN.mT, y_BMN.mT
-    # A CPU's products round by a matrix' address and by whether it is in a batch: each gets memory of its own.
-    size = len(x_BMN) if on_gpu else 1
-    for x_BSL, y_BSL in zip(x_BMN.split(size), y_BMN.split(size), strict=True):
-        y_BSL.copy_(iterate(_normalised(x_BSL, table.safety).to(dtype), table))
+    copies_BSL = torch.empty(x_BMN.shape, dtype=dtype, device=x_BMN.device)  # as what is iterated on lies in memory
+    sizes = [len(x_BMN)] if on_gpu else batches(iterate, copies_BSL, options=(table,))
+    for x_BSL, y_BSL in zip(x_BMN.split(sizes), y_BMN.split(sizes), strict=True):
+        out_BSL = y_BSL if dtype == y_BSL.dtype and is_alone(y_BSL) and m <= n else None
+        z_BSL = iterate(_normalised(x_BSL, table.safety).to(dtype), table, out_BSL)
+        if z_BSL is not out_BSL:
+            y_BSL.copy_(z_BSL)
     return result_BMN
 
 
@@ -152,56 +155,62 @@ def flops(m: int, n: int, steps: int, gram: bool | None = None) -> float:
 def _normalised(x_BSL: Tensor, safety: float) -> Tensor:
     """A contiguous copy with Frobenius norm 1 / safety, in float32 at least; where squares might be out of range, the
     largest entry goes out first."""
-    x_BSL = x_BSL.to(torch.promote_types(x_BSL.dtype, torch.float32), copy=True, memory_format=torch.contiguous_format)
-    if x_BSL.is_cpu:  # one matrix, whose norm it costs nothing to look at
-        norm = float(torch.linalg.vector_norm(x_BSL))
-        if _SMALL < norm < 1.0 / _SMALL:  # no square was too large, nor too small and of any account
-            return x_BSL.div_(norm * safety)
+    given_BSL = x_BSL
+    x_BSL = x_BSL.to(torch.promote_types(x_BSL.dtype, torch.float32)).contiguous()
+    result_BSL = torch.empty_like(x_BSL) if x_BSL is given_BSL else x_BSL
+    if x_BSL.is_cpu:  # where it costs nothing to look at norms, and a norm of its own has the same bits in any batch
+        norms = torch._foreach_norm(list(x_BSL))
+        if all(_SMALL < norm < 1.0 / _SMALL for norm in norms):  # no square was too large, or small and of any account
+            return torch.div(x_BSL, torch.stack(norms).mul_(safety).view(-1, 1, 1), out=result_BSL)
     tiny = torch.finfo(x_BSL.dtype).tiny
-    x_BSL /= x_BSL.abs().amax((1, 2), keepdim=True).clamp_(min=tiny)
-    x_BSL /= torch.linalg.vector_norm(x_BSL, dim=(1, 2), keepdim=True).mul_(safety).clamp_(min=tiny)
-    return x_BSL
+    torch.div(x_BSL, x_BSL.abs().amax((1, 2), keepdim=True).clamp_(min=tiny), out=result_BSL)
+    result_BSL /= torch.linalg.vector_norm(result_BSL, dim=(1, 2), keepdim=True).mul_(safety).clamp_(min=tiny)
+    return result_BSL
 
 
-def _polynomial_of_vector(x_BSL: Tensor, table: Table) -> Tensor:
+def _polynomial_of_vector(x_BSL: Tensor, table: Table, out_BSL: Tensor | None = None) -> Tensor:
     """p of the only singular value, 1 / safety, as a number: p may be so steep there (160) that rounding would show."""
     value = 1.0 / table.safety
     for a, b, c in table.steps:
         value *= a + b * value**2 + c * value**4
-    return x_BSL * (value * table.safety)
+    return torch.mul(x_BSL, value * table.safety, out=out_BSL)
 
 
-def _iteration(x_BSL: Tensor, table: Table) -> Tensor:
+def _iteration(x_BSL: Tensor, table: Table, out_BSL: Tensor | None = None) -> Tensor:
     """X <- a X + (b A + c A^2) X with A = X X^T, step by step, in place of X and as much memory again."""
-    y_BSL, a_BSS = torch.empty_like(x_BSL), x_BSL.new_empty(*x_BSL.shape[:2], x_BSL.shape[1])
+    y_BSL = torch.empty_like(x_BSL) if out_BSL is None else out_BSL
+    if len(table.steps) % 2 == 0:  # so that the last result is in `out`
+        x_BSL, y_BSL = y_BSL.copy_(x_BSL), x_BSL
+    a_BSS = x_BSL.new_empty(*x_BSL.shape[:2], x_BSL.shape[1])
     w_BSS = torch.empty_like(a_BSS)
     for a, b, c in table.steps:
         symmetric_product(x_BSL, x_BSL, out_BSS=a_BSS)
-        symmetric_product(a_BSS, a_BSS, a_BSS, b, c, w_BSS)
+        symmetric_product(a_BSS, a_BSS.mT, a_BSS, b, c, w_BSS)
         torch.baddbmm(x_BSL, w_BSS, x_BSL, beta=a, out=y_BSL)
         x_BSL, y_BSL = y_BSL, x_BSL
     return x_BSL
 
 
-def _short_iteration(x_BSL: Tensor, table: Table) -> Tensor:
+def _short_iteration(x_BSL: Tensor, table: Table, out_BSL: Tensor | None = None) -> Tensor:
     """The same with A <- P A P and Q <- P Q for P = a I + b A + c A^2, and X <- Q X before every restart and last.
 
     All are polynomials of one symmetric matrix, so they commute and their products are symmetric. P A P keeps the signs
     of eigenvalues under rounding; A P^2 has twice the error.
     """
-    for start in range(0, len(table.steps), _RESTART):
+    steps = len(table.steps)
+    for start in range(0, steps, _RESTART):
         a_BSS = symmetric_product(x_BSL, x_BSL)
         p_BSS = q_BSS = _polynomial(a_BSS, *table.steps[start])
         for coefficients in table.steps[start + 1 : start + _RESTART]:
-            a_BSS = symmetric_product(symmetric_product(p_BSS, a_BSS), p_BSS)
+            a_BSS = symmetric_product(symmetric_product(p_BSS, a_BSS.mT), p_BSS.mT)
             p_BSS = _polynomial(a_BSS, *coefficients)
-            q_BSS = symmetric_product(p_BSS, q_BSS)
-        x_BSL = torch.bmm(q_BSS, x_BSL)
+            q_BSS = symmetric_product(p_BSS, q_BSS.mT)
+        x_BSL = torch.bmm(q_BSS, x_BSL, out=out_BSL if start + _RESTART >= steps else None)
     return x_BSL
 
 
 def _polynomial(a_BSS: Tensor, a: float, b: float, c: float) -> Tensor:
     """a I + b A + c A^2."""
-    p_BSS = symmetric_product(a_BSS, a_BSS, a_BSS, b, c)
+    p_BSS = symmetric_product(a_BSS, a_BSS.mT, a_BSS, b, c)
     p_BSS.diagonal(dim1=1, dim2=2).add_(a)
     return p_BSS
