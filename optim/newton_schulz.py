@@ -159,9 +159,10 @@ def _normalised(x_BSL: Tensor, safety: float) -> Tensor:
     x_BSL = x_BSL.to(torch.promote_types(x_BSL.dtype, torch.float32)).contiguous()
     result_BSL = torch.empty_like(x_BSL) if x_BSL is given_BSL else x_BSL
     if x_BSL.is_cpu:  # where it costs nothing to look at norms, and a norm of its own has the same bits in any batch
-        norms = torch._foreach_norm(list(x_BSL))
-        if all(_SMALL < norm < 1.0 / _SMALL for norm in norms):  # no square was too large, or small and of any account
-            return torch.div(x_BSL, torch.stack(norms).mul_(safety).view(-1, 1, 1), out=result_BSL)
+        norms_B = torch.stack(torch._foreach_norm(list(x_BSL)))
+        norms = norms_B.tolist()
+        if min(norms) > _SMALL and max(norms) < 1.0 / _SMALL:  # no square was too large, or small and of any account
+            return torch.div(x_BSL, norms_B.mul_(safety).view(-1, 1, 1), out=result_BSL)
     tiny = torch.finfo(x_BSL.dtype).tiny
     torch.div(x_BSL, x_BSL.abs().amax((1, 2), keepdim=True).clamp_(min=tiny), out=result_BSL)
     result_BSL /= torch.linalg.vector_norm(result_BSL, dim=(1, 2), keepdim=True).mul_(safety).clamp_(min=tiny)
