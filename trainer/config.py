@@ -83,6 +83,25 @@ class TrainConfig(Config):
         description="Use only algorithms that give the same bits every time, and refuse operators that have none; "
         "slower on a GPU. `gramian certify --repeat` checks it.",
     )
+    max_skipped_steps: int = Field(
+        10,
+        ge=1,
+        description="Updates skipped in a row, because loss or gradient norm is not finite, at which the run ends.",
+    )
+    spike_score: float | None = Field(
+        10.0,
+        gt=0,
+        description="Loss spikes are reported from here on: robust standard deviations above the median of the last "
+        "64 losses; null: none.",
+    )
+    on_spike: Literal["report", "roll_back"] = Field(
+        "report",
+        description="roll_back: after a spike go back to the newest checkpoint, and on with the batches that follow: "
+        "those since then are left out.",
+    )
+    max_roll_backs: int | None = Field(
+        None, ge=1, description="roll_back: how often in a run; later spikes are only reported; absent: 3."
+    )
     sample_prompt: str | None = Field(
         None, description="Text that the trained model continues when the run ends; null: no sample."
     )
@@ -94,6 +113,12 @@ class TrainConfig(Config):
                 raise ValueError(
                     f"'{key}' does nothing under precision: {self.precision} (it belongs to fp16); remove it"
                 )
+        if self.on_spike == "roll_back" and self.spike_score is None:
+            raise ValueError("'on_spike: roll_back' needs spikes to be looked for; set spike_score")
+        if self.on_spike == "report" and self.max_roll_backs is not None:
+            raise ValueError(
+                "'max_roll_backs' does nothing under on_spike: report (it belongs to roll_back); remove it"
+            )
         if self.activation_checkpointing_every > 1 and self.activation_checkpointing == "none":
             raise ValueError(
                 "'activation_checkpointing_every' does nothing under activation_checkpointing: none "

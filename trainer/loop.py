@@ -26,9 +26,11 @@ from trainer.checkpoint import Checkpointer
 from trainer.config import TrainingConfig
 from trainer.engines.base import Engine
 from trainer.evaluate import evaluate
+from trainer.health import or_none
 from trainer.layout import Layout, plan_layout
 from trainer.metrics import Reporter
 from trainer.provenance import record_start
+from trainer.recovery import give_up, look_at, may_roll_back, roll_back, weights_are_finite
 from trainer.resume import Progress, resume, trainer_state
 from trainer.routing import Load, auxiliary_loss, move_selection_bias
 from trainer.rundata import batches_of, open_run_data
@@ -66,7 +68,7 @@ def _train(config: TrainingConfig, run: RunDirectory, runtime: Runtime) -> None:
     peak, peak_source = peak_flops(runtime.device, config.train.precision)
     peak = runtime.sum(peak) * layout.tp
     token_bytes = data.tokenizer().token_bytes
-    steps, tokens = config.train.steps, done.tokens
+    steps, tokens, health = config.train.steps, done.tokens, done.health
     feed = Prefetched(batches, steps, finish=pinned if runtime.device.type == "cuda" else None)
     with checkpointer, feed, Reporter(run, runtime.is_main, done.step, steps) as reporter:
         reporter.say(layout.describe())
@@ -83,24 +85,30 @@ def _train(config: TrainingConfig, run: RunDirectory, runtime: Runtime) -> None:
                 result = step_at(step, engine, feed, layout, runtime, config)
             tokens += result.tokens
             last = step == steps
-            if last or step % config.log.every == 0:
+            spike = look_at(step, result, health, config, reporter)
+            if spike and may_roll_back(health, config):
+                checkpointer.wait()
+                health = roll_back(step, health, run, engine, runtime, reporter)
+            if last or result.skipped or step % config.log.every == 0:
                 seconds = time.perf_counter() - clock
                 rate = (tokens - tokens_logged) / seconds
                 flops_per_token = training_flops_per_token(model_config, stage.config.data.seq_len, causal=True)
                 scaler = engine.scaler_state()
+                skipped = health.skipped + scaler.get("skipped_steps", 0)
                 reporter.row(
                     {
                         "step": step,
                         "tokens": tokens,
-                        "loss": result.loss,
-                        "grad_norm": None if result.skipped else result.grad_norm,  # JSON has no infinity
+                        "loss": or_none(result.loss),
+                        "grad_norm": None if result.skipped else result.grad_norm,
                         "lr": learning_rate(step, config),
                         "tokens_per_second": rate,
                         "mfu": rate * flops_per_token / peak,
                         "seconds": seconds,
                         **result.routing,
                         **({"stage": stage.number} if config.stages else {}),
-                        **{key: scaler[key] for key in ("loss_scale", "skipped_steps") if key in scaler},
+                        **({"loss_scale": scaler["loss_scale"]} if scaler else {}),
+                        **({"skipped_steps": skipped} if scaler or skipped else {}),
                     }
                 )
                 clock, tokens_logged = time.perf_counter(), tokens
@@ -109,10 +117,15 @@ def _train(config: TrainingConfig, run: RunDirectory, runtime: Runtime) -> None:
                 held_out = batches.stages[stage.number]
                 scores = evaluate(engine.model, held_out, token_bytes, runtime, stage.config)
                 reporter.row({"step": step, **scores})
-            if last or step % config.checkpoint.every == 0:
-                progress = Progress(step, tokens, engine.scaler_state())
+            hopeless = health.in_a_row >= config.train.max_skipped_steps
+            due = last or hopeless or step % config.checkpoint.every == 0
+            whole = not (due and health.in_a_row) or weights_are_finite(engine, runtime)
+            if due and whole:
+                progress = Progress(step, tokens, engine.scaler_state(), health)
                 state = trainer_state(config, model_config, data, progress)
                 checkpointer.save(engine, state, data.tokenizer_path)
+            if hopeless or (last and not whole):
+                give_up(step, health)
             clock += time.perf_counter() - pause  # evaluating and saving do not count as training time
     dist.barrier()  # the last checkpoint is committed before any rank goes on
 
@@ -123,7 +136,8 @@ class StepResult(NamedTuple):
     loss: float  # nats per valid token
     grad_norm: float  # before clipping
     tokens: int  # valid ones
-    skipped: bool  # gradients overflowed fp16, and no update was made
+    skipped: bool  # something was not finite, and no update was made
+    bad: bool  # and that was no overflow of fp16, which a smaller loss scale mends
     routing: dict[str, Any]  # of experts, see `Load.row`; empty in a dense model
 
 
@@ -155,12 +169,7 @@ def train_step(
     grad_clip: float | None,
     moe: MoEConfig | None = None,
 ) -> StepResult:
-    """One update from this rank's rows of the global batch, or none where scaled gradients overflow.
-
-    Raises:
-        FloatingPointError: loss or gradient norm is not finite, and a smaller loss scale would not help; the weights
-            are those before the step.
-    """
+    """One update from this rank's rows of the global batch, or none where loss or gradient norm is not finite."""
     # Rule 1: the denominator counts the whole global batch and is known before the first backward pass.
     valid = runtime.sum(int(batch.mask.sum()))
     loss_sum, load = torch.zeros((), dtype=torch.float64, device=runtime.device), Load()
@@ -176,19 +185,15 @@ def train_step(
     counts_LE = load.sum(runtime)
     grad_norm = engine.grad_norm()
     # Both are known to all ranks, so that all do the same, and the weights are untouched yet.
-    overflow = not math.isfinite(grad_norm)
-    if not math.isfinite(mean_loss) or (overflow and engine.loss_scale == 1.0):
-        raise FloatingPointError(
-            f"loss {mean_loss}, gradient norm {grad_norm}: not finite; the update was not made, and a lower optim.lr, "
-            f"a longer warm-up or a smaller train.grad_clip may help from the newest checkpoint on"
-        )
-    if overflow:
-        engine.skip()
+    skipped = not (math.isfinite(mean_loss) and math.isfinite(grad_norm))
+    overflow = math.isfinite(mean_loss) and engine.loss_scale > 1.0
+    if skipped:
+        engine.skip(overflow)
     else:
         engine.step(scale=clip_scale(grad_norm, grad_clip))
         if moe is not None and moe.bias_update_rate and counts_LE is not None:
             move_selection_bias(engine.model, counts_LE, moe.bias_update_rate)
-    return StepResult(mean_loss, grad_norm, int(valid), overflow, load.row(moe, layout))
+    return StepResult(mean_loss, grad_norm, int(valid), skipped, skipped and not overflow, load.row(moe, layout))
 
 
 def clip_scale(grad_norm: float, grad_clip: float | None) -> float:

@@ -18,7 +18,7 @@ class Reporter:
     """Writes rows on rank 0 and shows them; on other ranks every call does nothing."""
 
     def __init__(self, run: RunDirectory, active: bool, first_step: int, total_steps: int) -> None:
-        self._active = active
+        self._active, self._events = active, run.events
         self._first = first_step
         self._total = total_steps
         self._begin = time.perf_counter()
@@ -55,6 +55,12 @@ class Reporter:
         if self._active:
             self._console.print(text, markup=False, soft_wrap=True)
 
+    def event(self, event: str, text: str, **fields: Any) -> None:
+        """Print a line, and add the event to the run's log of events."""
+        self.say(text)
+        if self._active:
+            self._events.record(event, **fields)
+
     def row(self, row: dict[str, Any]) -> None:
         """Append a row and show it; it is on disk when this returns, but for a power cut."""
         if not self._active:
@@ -69,9 +75,10 @@ class Reporter:
                 f"{row['eval_bits_per_byte']:.4f} bits per byte"
             )
             return
+        loss = "not finite" if row["loss"] is None else f"{row['loss']:.4f}"
         norm = "overflow, update skipped" if row["grad_norm"] is None else f"{row['grad_norm']:.3f}"
         line = (
-            f"loss {row['loss']:.4f}  grad norm {norm}  lr {row['lr']:.2e}  "
+            f"loss {loss}  grad norm {norm}  lr {row['lr']:.2e}  "
             f"{row['tokens_per_second']:,.0f} tokens/s  MFU {row['mfu']:.1%}  {self._left(row['step'])} left"
         )
         if self._progress is not None:

@@ -14,6 +14,7 @@ from trainer.checkpoint import load_engine
 from trainer.config import TrainingConfig
 from trainer.engines.base import Engine
 from trainer.exchange.initial import load_folder, open_source
+from trainer.health import Health
 from trainer.manifest import read_trainer_state
 from trainer.rundata import RunData
 from trainer.rundir import RunDirectory
@@ -23,11 +24,12 @@ from trainer.start import check_fits, starting_checkpoint
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run is: steps made, valid tokens seen, the loss scaler. Everything else is a function of the step."""
+    """How far a run is: steps, valid tokens seen, the loss scaler, what went wrong; the rest follows from the step."""
 
     step: int
     tokens: int
     loss_scaler: dict[str, Any] = field(default_factory=dict)  # `Engine.scaler_state()`
+    health: Health = field(default_factory=Health)
 
 
 def trainer_state(config: TrainingConfig, model: ModelConfig, data: RunData, progress: Progress) -> dict[str, Any]:
@@ -36,6 +38,7 @@ def trainer_state(config: TrainingConfig, model: ModelConfig, data: RunData, pro
         "step": progress.step,
         "tokens": progress.tokens,
         "loss_scaler": progress.loss_scaler,
+        "health": progress.health.state(),
         "model": model.model_dump(mode="json"),
         "config": config.tree(),
         "tokenizer_hash": data.tokenizer_hash,
@@ -65,10 +68,28 @@ def resume(config: TrainingConfig, run: RunDirectory, data: RunData, engine: Eng
     # The state in a run's own checkpoints is never left behind.
     fresh = not config.checkpoint.load_optimizer and folder.parent != run.checkpoints
     load_engine(folder, engine, runtime, weights_only=fresh)
-    engine.load_scaler_state(state.get("loss_scaler", {}))  # a checkpoint from before fp16 has none
+    engine.load_scaler_state(state.get("loss_scaler", {}))
     if runtime.is_main:
         get_logger().info("resumed from %s%s", folder, ", with a fresh optimizer" if fresh else "")
-    return Progress(state["step"], state["tokens"])
+    return _progress(state)
+
+
+def load_newest(run: RunDirectory, engine: Engine, runtime: Runtime) -> Progress | None:
+    """Load the run's own newest committed checkpoint over what is there; None if it has none."""
+    choice = [run.committed()[-1:] if runtime.is_main else []]
+    dist.broadcast_object_list(choice)
+    if not choice[0]:
+        return None
+    folder = run.checkpoint(choice[0][0])
+    state = read_trainer_state(folder)
+    load_engine(folder, engine, runtime)
+    engine.load_scaler_state(state["loss_scaler"])
+    return _progress(state)
+
+
+def _progress(state: dict[str, Any]) -> Progress:
+    # Checkpoints from before either have none.
+    return Progress(state["step"], state["tokens"], state.get("loss_scaler", {}), Health.of(state.get("health", {})))
 
 
 def _load_initial_weights(where: str, data: RunData, engine: Engine, runtime: Runtime) -> None:

@@ -31,6 +31,7 @@ _FREE = (
     "train.activation_checkpointing_every",
     "train.compile",
     "train.deterministic",
+    "train.max_skipped_steps",
     "train.sample_prompt",
     "parallel.",
     "checkpoint.",

@@ -40,6 +40,7 @@ def between(*values: str, needs: tuple[str, ...] = ()) -> Change:
 
 
 SHAMPOO = ("optim.name=shampoo", "train.steps=3")
+SPIKES = ("train.spike_score=0.01", "train.steps=40", "checkpoint.every=33", "optim.lr=1e-9")
 MOE = ("model.moe={n_experts: 4, d_ff: 16}",)
 # Of each kind, the keys that belong to it.
 ROPE_SCALING: dict[str, dict[str, tuple[str, str]]] = {
@@ -189,6 +190,10 @@ CHANGES: dict[str, Change] = {
     "train.activation_checkpointing_every": to("2", "train.activation_checkpointing=full"),
     "train.compile": Change(ALL),
     "train.deterministic": Change(ALL),
+    "train.max_skipped_steps": between("1", "2", needs=("optim.lr=1e30", "train.steps=3")),
+    "train.spike_score": between("0.01", "100", needs=SPIKES),
+    "train.on_spike": Change(ALL, SPIKES),
+    "train.max_roll_backs": between("1", "2", needs=(*SPIKES, "train.on_spike=roll_back")),
     "train.sample_prompt": Change((UNSET, "abc", "xyz")),
     "parallel.engine": Change(ALL, world=2),
     "parallel.dp_replicate": to("2", world=2),

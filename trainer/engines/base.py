@@ -58,8 +58,8 @@ class Engine(ABC):
         """Multiply gradients by `scale`, update the parameters and forget the gradients."""
 
     @abstractmethod
-    def skip(self) -> None:
-        """Forget the gradients of a step that overflowed, without an update, and lower the loss scale."""
+    def skip(self, overflow: bool) -> None:
+        """Forget the gradients of a step without an update; after an `overflow` lower the loss scale."""
 
     def scaler_state(self) -> dict[str, Any]:
         """State of the loss scaler as plain data, with at least `loss_scale` and `skipped_steps`; empty without one."""

@@ -74,9 +74,9 @@ class NativeEngine(Engine):
         if self.scaler is not None:
             self.scaler.good_step()
 
-    def skip(self) -> None:
+    def skip(self, overflow: bool) -> None:
         self.optimizer.zero_grad()
-        if self.scaler is not None:
+        if overflow and self.scaler is not None:
             self.scaler.overflow()
 
     def scaler_state(self) -> dict[str, Any]:
