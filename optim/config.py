@@ -19,6 +19,9 @@ RULES = {
     "galore": "optim.galore:GaLore",
 }
 
+# Roles of parameters that are matrices, or have some: what a rule updates.
+MATRIX_ROLES = ("hidden_matrix", "expert_matrix")
+
 # What each optimizer accepts beyond lr and weight_decay, with the value used when the key is absent. Those of torch are
 # torch's defaults but for beta2: 0.95 is the usual choice for language models (Brown et al. 2020), torch has 0.999.
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -209,7 +212,7 @@ class OptimConfig(Config):
 
     def has_matrices(self, role: str) -> bool:
         """Whether the parameters of a role are updated by a rule for matrices."""
-        return self.is_rule and role in ("hidden_matrix", "expert_matrix")
+        return self.is_rule and role in MATRIX_ROLES
 
     def lr_of(self, role: str) -> float:
         """Peak learning rate of a role."""

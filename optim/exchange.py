@@ -17,6 +17,9 @@ from torch import Tensor
 from optim.boxes import Box, Ranks
 from optim.ownership import Matrix
 
+# Numbers that travel together. While an owner works on those of a bucket, those of the next one are on their way.
+BUCKET_SIZE = 1 << 24
+
 Index = tuple[slice, ...]
 
 
@@ -139,6 +142,33 @@ class Bucket:
             return [(piece, part.view(piece.shape)) for piece, part in zip(into.pieces, flat, strict=True)]
 
         return arrive
+
+
+def buckets(
+    matrices: Sequence[Matrix],
+    owners: Sequence[int],
+    held: Mapping[str, Sequence[Box]],
+    ranks: Ranks,
+    size: int = BUCKET_SIZE,
+) -> list[Bucket]:
+    """Matrices in their order, in as few buckets as have about so many numbers each."""
+    return [
+        Bucket([matrices[i] for i in those], [owners[i] for i in those], held, ranks)
+        for those in _cut([matrix.box.numel for matrix in matrices], size)
+    ]
+
+
+def _cut(sizes: Sequence[int], limit: int) -> list[list[int]]:
+    """Numbers of things in runs, each of which is the shortest that reaches `limit`, or the last."""
+    runs: list[list[int]] = [[]]
+    total = 0
+    for i, size in enumerate(sizes):
+        if total >= limit:
+            runs.append([])
+            total = 0
+        runs[-1].append(i)
+        total += size
+    return [run for run in runs if run]
 
 
 def _parts(matrix: Matrix, held: Sequence[Box]) -> dict[Box, list[int]]:

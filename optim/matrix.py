@@ -18,12 +18,9 @@ from torch import Tensor
 from torch.optim import AdamW, Optimizer
 
 from optim.boxes import held_boxes, local, ranks_of
-from optim.exchange import Bucket, Index
+from optim.exchange import BUCKET_SIZE, Bucket, Index, buckets
 from optim.ownership import Matrix, choose_owners
 from optim.rule import MAX_FAILURES, Rule
-
-# Numbers that travel together. While an owner works on those of a bucket, those of the next one are on their way.
-BUCKET_SIZE = 1 << 24
 
 
 @dataclass
@@ -72,10 +69,7 @@ class MatrixOptimizer(Optimizer):
         held = held_boxes({name: self._named[name] for name in matrices})
         self.matrices = [matrix for those in matrices.values() for matrix in those]
         self.owners = choose_owners(self.matrices, held, rule.cost, self.ranks.size)
-        self._buckets = [
-            Bucket([self.matrices[i] for i in those], [self.owners[i] for i in those], held, self.ranks)
-            for those in cut([matrix.box.numel for matrix in self.matrices], bucket_size)
-        ]
+        self._buckets = buckets(self.matrices, self.owners, held, self.ranks, bucket_size)
         self._batches = [self._make_batches(bucket) for bucket in self._buckets]
 
     def _make_batches(self, bucket: Bucket) -> list[Batch]:
@@ -114,15 +108,16 @@ class MatrixOptimizer(Optimizer):
 
     def _agree(self) -> set[str]:
         """Names of parameters that have a gradient anywhere. The one other thing to agree on is whether to go on."""
-        failures = max((int(b.state["failures"].max()) for b in self._owned() if "failures" in b.state), default=0)
-        votes = torch.tensor([*(p.grad is not None for p in self._named.values()), failures], dtype=torch.int32)
+        failures = [batch.state["failures"].max() for batch in self._owned() if "failures" in batch.state]
+        most = int(torch.stack(failures).max()) if failures else 0
+        votes = torch.tensor([*(p.grad is not None for p in self._named.values()), most], dtype=torch.int32)
         if self.ranks.group is not None:
             votes = votes.to(self.device)
             dist.all_reduce(votes, dist.ReduceOp.MAX, group=self.ranks.group)
-        *present, failures = votes.tolist()
-        if failures > MAX_FAILURES:
+        *present, most = votes.tolist()
+        if most > MAX_FAILURES:
             raise RuntimeError(
-                f"eigendecompositions of a matrix failed {failures} times in a row; its gradients may be too large or "
+                f"eigendecompositions of a matrix failed {most} times in a row; its gradients may be too large or "
                 f"not finite: a lower optim.lr or a larger optim.ridge may help from the newest checkpoint on"
             )
         return {name for name, vote in zip(self._named, present, strict=True) if vote}
@@ -217,16 +212,3 @@ class MatrixOptimizer(Optimizer):
         """Copy a `named_state` back, in its own precision; it may have more than this rank owns."""
         for name, tensor in self.named_state().items():
             tensor.copy_(state_dict[name])
-
-
-def cut(sizes: Sequence[int], limit: int) -> list[list[int]]:
-    """Numbers of things in runs, each of which is the shortest that reaches `limit`, or the last."""
-    runs: list[list[int]] = [[]]
-    total = 0
-    for i, size in enumerate(sizes):
-        if total >= limit:
-            runs.append([])
-            total = 0
-        runs[-1].append(i)
-        total += size
-    return [run for run in runs if run]

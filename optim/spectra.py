@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.optim import AdamW, Optimizer
 
 from optim.boxes import held_boxes, local, ranks_of
-from optim.exchange import Bucket
-from optim.matrix import BUCKET_SIZE, MatrixOptimizer, cut
+from optim.config import MATRIX_ROLES
+from optim.exchange import BUCKET_SIZE, Bucket, buckets
+from optim.matrix import MatrixOptimizer
 from optim.ownership import choose_owners, matrices_of
 
 TOP = 10  # `top_energy` is that of one in so many singular values
@@ -50,7 +51,7 @@ class Spectra:
         self._group_of: dict[str, dict[str, Any]] = {}
         for group in optimizer.param_groups:
             for name, parameter in zip(group["names"], group["params"], strict=True):
-                if roles[name]["role"] in ("hidden_matrix", "expert_matrix"):
+                if roles[name]["role"] in MATRIX_ROLES:
                     self._parameters[name], self._group_of[name] = parameter, group
         matrices = [
             matrix for n, p in self._parameters.items() for matrix in matrices_of(n, p.shape, roles[n], split_heads)
@@ -59,10 +60,7 @@ class Spectra:
         self._device = local(next(iter(self._parameters.values()))).device
         held = held_boxes(self._parameters)
         owners = choose_owners(matrices, held, lambda m, n: m * n * min(m, n), self._ranks.size)
-        self._buckets = [
-            Bucket([matrices[i] for i in those], [owners[i] for i in those], held, self._ranks)
-            for those in cut([matrix.box.numel for matrix in matrices], bucket_size)
-        ]
+        self._buckets = buckets(matrices, owners, held, self._ranks, bucket_size)
         self._found: dict[tuple[str, int], dict[str, Numbers]] = {}  # by parameter and number among its matrices
         self._kept: list[dict[int, Tensor]] = []
 

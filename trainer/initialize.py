@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from models.init import Init
+from optim.boxes import local
 
 # Elements are made in whole blocks that start at multiples of this, so that an element goes through the same vector
 # instructions, at the same place in the same array, whichever rank makes it.
@@ -32,13 +33,12 @@ def initialize(parameters: Mapping[str, Tensor], inits: Mapping[str, Init], seed
         seed: `run.seed`.
     """
     for name, parameter in parameters.items():
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter.data
-        init = inits[name]
+        init, here = inits[name], local(parameter)
         if init.kind == "normal":
             values = _draw_local(seed, name, init.std, parameter)
-            local.detach().copy_(torch.from_numpy(values))
+            here.copy_(torch.from_numpy(values))
         else:
-            local.detach().fill_(1.0 if init.kind == "ones" else 0.0)
+            here.fill_(1.0 if init.kind == "ones" else 0.0)
 
 
 def local_box(parameter: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:

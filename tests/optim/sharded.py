@@ -48,14 +48,13 @@ Places = tuple[Placement, ...]
 LAYOUTS: dict[str, tuple[tuple[int, ...], Places, Places]] = {
     "fsdp2": ((2,), (Shard(0),), (Shard(0),)),
     "fsdp3": ((3,), (Shard(0),), (Shard(1),)),
-    "fsdp4": ((4,), (Shard(0),), (Shard(0),)),
+    "fsdp4": ((4,), (Shard(0),), (Shard(0),)),  # with ep 4 too, which leaves a rank whole experts
     "columns4": ((4,), (Shard(1),), (Shard(2),)),
     "ddp4": ((4,), (Replicate(),), (Replicate(),)),
     "hsdp2x2": ((2, 2), (Replicate(), Shard(0)), (Replicate(), Shard(0))),
     "both2x2": ((2, 2), (Shard(0), Shard(1)), (Shard(1), Shard(0))),
     # What FSDP2 makes of rows that tensor parallelism shares, and of experts that lie on ranks: `efsdp x ep`.
     "fsdp2-tp2": ((2, 2), (_StridedShard(0, split_factor=2), Shard(0)), (Shard(1), Shard(0))),
-    "fsdp4-ep4": ((4,), (Shard(0),), (Shard(0),)),
 }
 
 

@@ -11,11 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from optim.boxes import local
+
 
 def digest(tensor: Tensor) -> str:
     """Hash of the bits of a tensor, or of a DTensor's part on this rank."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    bits = local.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy()
+    bits = local(tensor).contiguous().cpu().reshape(-1).view(torch.uint8).numpy()
     return hashlib.blake2b(bits.data, digest_size=16).hexdigest()
 
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from models.transformer import Transformer
+from optim.boxes import local
 from optim.build import named_state
 from trainer.clip import global_norm
 from trainer.config import TrainingConfig
@@ -67,8 +67,7 @@ class NativeEngine(Engine):
     def step(self, scale: float) -> None:
         factor = scale / self.loss_scale
         if factor != 1.0:
-            local = [g.to_local() if isinstance(g, DTensor) else g for g in self.gradients().values()]
-            torch._foreach_mul_(local, factor)
+            torch._foreach_mul_([local(gradient) for gradient in self.gradients().values()], factor)
         self.optimizer.step()
         self.optimizer.zero_grad()
         if self.scaler is not None:

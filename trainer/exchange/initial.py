@@ -100,6 +100,7 @@ def _same(value: Any, other: Any) -> bool:
 
 def load_folder(folder: HuggingFaceFolder, weights: Mapping[str, Tensor]) -> None:
     """Fill live weights, plain or DTensors, by our names. One tensor at a time is whole in this rank's memory."""
+    from optim.boxes import local
     from trainer.initialize import local_box
 
     stored = folder.tensors()
@@ -109,5 +110,4 @@ def load_folder(folder: HuggingFaceFolder, weights: Mapping[str, Tensor]) -> Non
         if math.prod(shape) == 0:
             continue
         whole = entry.build([stored.read(theirs) for theirs in entry.reads])
-        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-        local.detach().copy_(whole[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))])
+        local(tensor).copy_(whole[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))])
