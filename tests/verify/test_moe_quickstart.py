@@ -53,7 +53,7 @@ def test_experts_beat_the_dense_model_of_the_same_active_size(tmp_path: Path) ->
     told = f"gramian train {CONFIG} run.seed={{{','.join(map(str, SEEDS))}}}, and again with {DENSE}"
     write_evidence("moe-quickstart", told, figures)
     experts, dense = figures["experts"], figures["dense"]
-    assert all(a < b for a, b in zip(experts["eval_loss"], dense["eval_loss"], strict=True)), figures
+    assert all(b - a > 0.02 for a, b in zip(experts["eval_loss"], dense["eval_loss"], strict=True)), figures
     assert 0.2 < experts["smallest_load"] < experts["largest_load"] < 2.0
 
 
