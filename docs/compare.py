@@ -7,14 +7,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import matplotlib
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))  # the packages of this checkout, whatever is installed
 
-matplotlib.use("Agg")
+from matplotlib import pyplot as plt  # noqa: E402
 
-from matplotlib import pyplot as plt
+from launch.plots import BLUE, MUTED, ORANGE, finish  # noqa: E402
 
-HERE = Path(__file__).parent
-COLORS = {"adamw": "#5c6670", "muon": "#2a6fb0", "soap": "#c8501e", "shampoo": "#3f8f4f"}
+COLORS = {"adamw": MUTED, "muon": BLUE, "soap": ORANGE, "shampoo": "#3f8f4f"}
 NAMES = {"adamw": "AdamW", "muon": "Muon", "soap": "SOAP", "shampoo": "Shampoo"}
 
 
@@ -40,14 +40,9 @@ def draw(figures: dict[str, Any], picture: Path) -> None:
     for axes, label in zip(panels, ("million tokens", "seconds of training"), strict=True):
         axes.set_xlabel(label)
         axes.set_xlim(left=0)
-        axes.grid(axis="y", color="#e3e6e9", linewidth=0.8)
-        for side in ("top", "right"):
-            axes.spines[side].set_visible(False)
     panels[0].set_ylabel("loss (nats per token)")
     panels[0].legend(frameon=False, loc="upper right", fontsize=9)
-    picture.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(picture, dpi=150, metadata={"Software": None})
-    plt.close(figure)
+    finish(figure, panels, picture)
 
 
 if __name__ == "__main__":

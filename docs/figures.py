@@ -14,16 +14,14 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the packages of this checkout, whatever is installed
 
-import matplotlib  # noqa: E402
-
-matplotlib.use("Agg")
-
 from matplotlib import pyplot as plt  # noqa: E402
 
+from launch.plots import BLUE as TRAIN  # noqa: E402
+from launch.plots import MUTED, finish  # noqa: E402
+from launch.plots import ORANGE as HELD_OUT  # noqa: E402
 from trainer.rundir import RunDirectory  # noqa: E402
 
 PICTURE = Path(__file__).with_name("img") / "loss-curve.png"
-TRAIN, HELD_OUT, MUTED = "#2a6fb0", "#c8501e", "#5c6670"
 Rows = list[dict[str, Any]]
 
 
@@ -51,8 +49,8 @@ def main(arguments: list[str]) -> int:
 
 
 def points(rows: Rows, key: str) -> list[tuple[int, float]]:
-    """Steps and values of the rows that have a key."""
-    return [(row["step"], row[key]) for row in rows if key in row]
+    """Steps and values of the rows that have a key; a loss that was not finite is none."""
+    return [(row["step"], row[key]) for row in rows if row.get(key) is not None]
 
 
 def draw(rows: Rows, picture: Path) -> None:
@@ -91,7 +89,7 @@ def draw(rows: Rows, picture: Path) -> None:
     axes.margins(y=0.09)  # room for the labels
     last = train[-1][0]
     axes.set_title(f"{last:,} steps, {tokens[last]:,} tokens", loc="left", fontsize=10, color=MUTED)
-    finish(figure, [axes], last, picture)
+    finish_over_steps(figure, [axes], last, picture)
 
 
 def draw_experts(sparse: Rows, dense: Rows, picture: Path) -> None:
@@ -121,25 +119,16 @@ def draw_experts(sparse: Rows, dense: Rows, picture: Path) -> None:
     right.axhline(1.0, color=MUTED, linewidth=1, label="even load")
     right.set_ylabel("load over the mean, worst layers")
     right.set_ylim(bottom=0)
-    finish(figure, [left, middle, right], steps[-1], picture)
+    finish_over_steps(figure, [left, middle, right], steps[-1], picture)
 
 
-def finish(figure: Any, panels: list[Any], last: int, picture: Path) -> None:
+def finish_over_steps(figure: Any, panels: list[Any], last: int, picture: Path) -> None:
     """What all panels have in common; write the file."""
     for axes in panels:
         axes.set_xlabel("step")
         axes.set_xlim(0, last)
-        axes.grid(axis="y", color="#e3e6e9", linewidth=0.8)
-        axes.set_axisbelow(True)
-        for side in ("top", "right"):
-            axes.spines[side].set_visible(False)
-        for side in ("left", "bottom"):
-            axes.spines[side].set_color(MUTED)
-        axes.tick_params(colors=MUTED)
         axes.legend(frameon=False, loc="best")
-    picture.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(picture, dpi=150, metadata={"Software": None})
-    plt.close(figure)
+    finish(figure, panels, picture)
 
 
 if __name__ == "__main__":

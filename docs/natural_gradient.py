@@ -8,21 +8,21 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
-
-import matplotlib
-
-matplotlib.use("Agg")
 
 import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the packages of this checkout, whatever is installed
+
 from matplotlib import pyplot as plt
+
+from launch.plots import BLUE, MUTED, ORANGE, finish
 
 PICTURE = Path(__file__).with_name("img") / "natural-gradient.png"
 A = np.array([[2.0, 0.5], [0.5, 0.0]])
 FISHER = A.T @ A
 START = np.array([0.5, 0.5])
 CLOSE = 1e-12  # a descent has arrived when |w| is below
-NATURAL, PLAIN, BEST, MUTED = "#c8501e", "#2a6fb0", "#7a9f35", "#5c6670"
+NATURAL, PLAIN, BEST = ORANGE, BLUE, "#7a9f35"
 
 
 def best_rate() -> float:
@@ -73,18 +73,7 @@ def draw(picture: Path) -> None:
     right.set_ylabel("‖w‖")
     right.set_title("steps until ‖w‖ < 10⁻¹²", loc="left", fontsize=10, color=MUTED)
     right.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.48, -0.16), ncols=2, fontsize=8)
-    finish(figure, [left, right], picture)
-
-
-def finish(figure: Any, panels: list[Any], picture: Path) -> None:
-    """What panels have in common; write the file."""
-    for axes in panels:
-        for side in ("top", "right"):
-            axes.spines[side].set_visible(False)
-        axes.tick_params(colors=MUTED)
-    picture.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(picture, dpi=150, metadata={"Software": None})
-    plt.close(figure)
+    finish(figure, [left, right], picture, grid=False)
 
 
 if __name__ == "__main__":

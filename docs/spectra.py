@@ -13,16 +13,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the packages of this checkout, whatever is installed
 
-import matplotlib  # noqa: E402
-
-matplotlib.use("Agg")
-
 from matplotlib import pyplot as plt  # noqa: E402
 from matplotlib.lines import Line2D  # noqa: E402
 
+from launch.plots import MUTED, finish  # noqa: E402
 from trainer.rundir import RunDirectory  # noqa: E402
 
-MUTED = "#5c6670"
 # (title, quantity, what it is of, logarithmic); weights are drawn dashed beside gradients
 PANELS = [
     ("effective rank", "effective_rank", ("gradient", "weight"), False),
@@ -85,17 +81,11 @@ def draw(rows: list[dict[str, Any]], picture: Path) -> None:
         axes.set_yscale("log" if logarithmic else "linear")
         if not logarithmic:
             axes.set_ylim(bottom=0)
-        axes.grid(axis="y", color="#e3e6e9", linewidth=0.8)
-        axes.tick_params(which="both", colors=MUTED)
-        for side in ("top", "right"):
-            axes.spines[side].set_visible(False)
     key.axis("off")
     lines = [Line2D([], [], color=colors[kind], label=kind) for kind in kinds]
     styles = [Line2D([], [], color=MUTED, linestyle=s, label=w) for s, w in (("-", "gradient, step"), ("--", "weight"))]
     key.legend(handles=[*lines, *styles], frameon=False, loc="upper left", fontsize=9)
-    picture.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(picture, dpi=150, metadata={"Software": None})
-    plt.close(figure)
+    finish(figure, panels, picture)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.ticker import FuncFormatter, PercentFormatter
 
-_COLOURS = {"train": "#2a6fb0", "eval": "#c8501e"}
+BLUE, ORANGE, MUTED = "#2a6fb0", "#c8501e", "#5c6670"
+_COLOURS = {"train": BLUE, "eval": ORANGE}
 _NAMES = {"train": "to train on", "eval": "held out"}
 
 
@@ -33,14 +35,24 @@ def plot_lengths(lengths: dict[str, list[dict[str, Any]]], picture: Path) -> Non
             axes.bar(places, heights, width, color=_COLOURS[split], label=f"{_NAMES[split]} ({total:,} {what})")
         axes.set_ylabel(f"share of {what}")
         axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-        axes.grid(axis="y", color="#e3e6e9", linewidth=0.8)
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right"]].set_visible(False)
         axes.legend(frameon=False)
     both[1].set_xticks(range(first, last + 1))
     both[1].xaxis.set_major_formatter(FuncFormatter(lambda k, _: _short(2 ** round(k))))
     both[1].set_xlabel("tokens in the document, from this number to below the next")
-    figure.savefig(picture, dpi=150)
+    finish(figure, both, picture)
+
+
+def finish(figure: Any, panels: Iterable[Any], picture: Path, grid: bool = True) -> None:
+    """Give panels what all pictures have in common, and write the file, the same bytes for the same picture."""
+    for axes in panels:
+        if grid:
+            axes.grid(axis="y", color="#e3e6e9", linewidth=0.8)
+            axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.spines[["left", "bottom"]].set_color(MUTED)
+        axes.tick_params(which="both", colors=MUTED)
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(picture, dpi=150, metadata={"Software": None})
     plt.close(figure)
 
 

@@ -79,8 +79,7 @@ def alone(gang: Gang, paragraphs: Path) -> Any:
 )
 def test_twenty_steps_end_to_end(gang: Gang, paragraphs: Path, alone: Any, rule: str, layout: str) -> None:
     """Gradients of a layout differ by rounding, 1e-7, of which Muon makes up to a thousand times as much where singular
-    values are small: with updates of 0.004 that adds up to 7e-6 of the weights in 20 steps, and is in proportion (at 0.01,
-    1.7e-5).
+    values are small: with updates of 0.004 that adds up to 7e-6 of the weights in 20 steps, at 0.01 to 1.7e-5.
 
     SOAP's Adam divides rounding by rounding in directions that have no gradient, so that only losses can be compared.
     """
