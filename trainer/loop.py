@@ -55,7 +55,7 @@ def _train(config: TrainingConfig, run: RunDirectory, runtime: Runtime) -> None:
     batches = batches_of(config, data)
 
     engine = build_engine(config, model_config, layout, runtime)
-    checkpointer = Checkpointer(run, runtime, config.checkpoint.keep, config.checkpoint.async_)
+    checkpointer = Checkpointer(run, runtime, config.checkpoint)
     done = resume(config, run, data, engine, runtime)
     dist.barrier()  # every rank has read the directory before rank 0 writes to it
     record_start(run, runtime, config, layout, done.step, data)
@@ -109,10 +109,10 @@ def _train(config: TrainingConfig, run: RunDirectory, runtime: Runtime) -> None:
                 held_out = batches.stages[stage.number]
                 scores = evaluate(engine.model, held_out, token_bytes, runtime, stage.config)
                 reporter.row({"step": step, **scores})
-            if last or step % config.checkpoint.every == 0:
+            if last or checkpointer.due(step):
                 progress = Progress(step, tokens, engine.scaler_state())
                 state = trainer_state(config, model_config, data, progress)
-                checkpointer.save(engine, state, data.tokenizer_path)
+                checkpointer.save(engine, state, data.tokenizer_path, last)
             clock += time.perf_counter() - pause  # evaluating and saving do not count as training time
     dist.barrier()  # the last checkpoint is committed before any rank goes on
 
