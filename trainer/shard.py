@@ -18,12 +18,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from common.files import sync_directory
 from trainer.exchange.tensors import STORED, Item, file_header
 
-_BLOCK = 1 << 24
+_BLOCK = 1 << 26
 _NAMES = {getattr(torch, name): stored for stored, (name, _) in STORED.items()}
 
 
@@ -33,15 +34,16 @@ class Shard:
     def __init__(self, state: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
         """All ranks of `group` plan together: of what several have, one writes it."""
         rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-        local = _planner(state, rank == 0).create_local_plan()
+        planner = DefaultSavePlanner(flatten_state_dict=False)
+        planner.set_up_planner(dict(state), is_coordinator=rank == 0)
         plans: list[Any] = [None] * world_size
-        dist.gather_object(local, plans if rank == 0 else None, group=group)
+        dist.gather_object(planner.create_local_plan(), plans if rank == 0 else None, group=group)
         if rank == 0:
-            plans, _ = DefaultSavePlanner(flatten_state_dict=False).create_global_plan(plans)
+            plans, _ = planner.create_global_plan(plans)
         mine: list[Any] = [None]
         dist.scatter_object_list(mine, plans if rank == 0 else None, group=group)
         # Wider types first: then every number lies at a multiple of its size.
-        self._writes = sorted(mine[0].items, key=lambda w: (-w.tensor_data.properties.dtype.itemsize, w.index.fqn))
+        writes = sorted(mine[0].items, key=lambda w: (-w.tensor_data.properties.dtype.itemsize, w.index.fqn))
         self._items = [
             Item(
                 w.index.fqn,
@@ -49,7 +51,7 @@ class Shard:
                 _NAMES[w.tensor_data.properties.dtype],
                 tuple(w.tensor_data.chunk.offsets),
             )
-            for w in self._writes
+            for w in writes
         ]
         assert len({item.name for item in self._items}) == len(self._items), "a rank has one part of a tensor"
         self.name = f"shard-{rank + 1:05d}-model-00001-of-00001.safetensors"
@@ -64,13 +66,12 @@ class Shard:
 
     def live(self, state: Mapping[str, Tensor]) -> list[Tensor]:
         """The parts of the state that this rank writes, in the order of the file; they change as training goes on."""
-        planner = _planner(state)
         parts: list[Tensor] = []
-        for item, write in zip(self._items, self._writes, strict=True):
-            part = planner.resolve_data(write)
-            assert isinstance(part, Tensor), item
+        for item in self._items:
+            part = state[item.name].detach()
+            part = part.to_local() if isinstance(part, DTensor) else part
             assert tuple(part.shape) == item.shape, item
-            parts.append(part.detach())
+            parts.append(part)
         return parts
 
     def stage(self, state: Mapping[str, Tensor], optimizer: Optimizer) -> list[Tensor]:
@@ -116,12 +117,6 @@ class Shard:
             os.fsync(file.fileno())
         sync_directory(folder)
         return {"bytes": size, "blake2b": digest.hexdigest()}
-
-
-def _planner(state: Mapping[str, Tensor], coordinator: bool = False) -> DefaultSavePlanner:
-    planner = DefaultSavePlanner(flatten_state_dict=False)
-    planner.set_up_planner(dict(state), is_coordinator=coordinator)
-    return planner
 
 
 def _copy(places: list[Tensor], live: list[Tensor]) -> None:
