@@ -24,7 +24,8 @@ def run_list(path: Path, json_file: str | None) -> None:
     if not run.checkpoints.is_dir():
         raise UserError(f"{path}: no run with checkpoints (no folder 'checkpoints' in it); name a run directory")
     folders = sorted([*run.saved().values(), *run.damaged()])
-    rows = [_row(run, folder) for folder in folders]
+    metrics = run.read_metrics()
+    rows = [row for folder in folders if (row := _row(folder, metrics)) is not None]
     write_json(json_file, {"run": str(path), "checkpoints": rows})
     if json_file == "-":
         return
@@ -38,26 +39,34 @@ def run_list(path: Path, json_file: str | None) -> None:
     report_console().print(table)
 
 
-def _row(run: RunDirectory, folder: Path) -> dict[str, Any]:
-    """What is known of a checkpoint without reading its large files. Losses are the newest logged up to its step."""
+def _row(folder: Path, metrics: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """What is known of a checkpoint without reading its large files; None: a run that goes on has just removed it.
+
+    Losses are the newest logged up to its step.
+    """
     step = int(folder.name.removeprefix("step_").split(".")[0])
-    if folder in run.damaged():
+    if ".damaged" in folder.name:
         state = "damaged, put aside"
     elif not (folder / COMMIT).exists():
         state = "not committed"
     else:
         state = "committed" if sizes_agree(folder) else "damaged"
-    logged = [row for row in run.read_metrics() if row["step"] <= step]
+    logged = [row for row in metrics if row["step"] <= step]
     newest = {key: next((row[key] for row in reversed(logged) if key in row), None) for key in ("loss", "eval_loss")}
-    return {
-        "name": folder.name,
-        "step": step,
-        "tokens": read_trainer_state(folder)["tokens"] if state == "committed" else None,
-        **newest,
-        "bytes": bytes_of(folder),
-        "time": round(folder.stat().st_mtime, 3),
-        "state": state,
-    }
+    try:
+        return {
+            "name": folder.name,
+            "step": step,
+            "tokens": read_trainer_state(folder)["tokens"] if state == "committed" else None,
+            **newest,
+            "bytes": bytes_of(folder),
+            "time": round(folder.stat().st_mtime, 3),
+            "state": state,
+        }
+    except (FileNotFoundError, UserError):
+        if (folder / COMMIT).exists():
+            raise
+        return None
 
 
 def run_verify(path: Path, workers: int | None, json_file: str | None) -> None:
@@ -79,6 +88,7 @@ def run_verify(path: Path, workers: int | None, json_file: str | None) -> None:
             {"checkpoint": str(folder), "file": file, "what": what}
             for folder in folders
             for file, what in _damage(folder, workers or available_cores(), lambda n: bar.advance(task, n)).items()
+            if folder == path or (folder / COMMIT).exists()  # or else a run that goes on has just removed it
         ]
     write_json(json_file, {"checkpoints": [str(folder) for folder in folders], "bytes": size, "problems": problems})
     if json_file != "-":

@@ -119,12 +119,14 @@ def _read_manifest(folder: Path) -> tuple[dict[str, Any], dict[str, str]]:
 
 def _wrong(path: Path, entry: Any, tell: Callable[[int], None] = lambda n_bytes: None) -> str | None:
     """What is wrong with a file, if anything is."""
-    if entry is None or not path.is_file():
+    if entry is None:
         return "missing"
-    if (size := path.stat().st_size) != entry["bytes"]:
-        return f"is {size:,} bytes long, not {entry['bytes']:,}"
     try:
+        if (size := path.stat().st_size) != entry["bytes"]:
+            return f"is {size:,} bytes long, not {entry['bytes']:,}"
         return None if hash_file(path, tell) == entry["blake2b"] else "is damaged"
+    except FileNotFoundError:
+        return "missing"
     except OSError as error:
         if error.errno == errno.EIO:  # a bad place of the disk
             return f"cannot be read: {error.strerror}"

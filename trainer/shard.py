@@ -106,6 +106,7 @@ class Shard:
         """
         if self._copied is not None:
             self._copied.synchronize()
+        folder.mkdir(parents=True, exist_ok=True)  # on a file system that rank 0 does not share, which finds out
         digest, size = hashlib.blake2b(digest_size=32), 0
         with open(folder / self.name, "wb") as file, ThreadPoolExecutor(1) as beside:
             for block in _blocks(self.header, parts):
