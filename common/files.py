@@ -7,7 +7,7 @@ import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,19 +36,25 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-def hash_file(path: Path) -> str:
-    """BLAKE2b-256 of a file's bytes, in hexadecimal."""
+def hash_file(path: Path, tell: Callable[[int], None] = lambda n_bytes: None) -> str:
+    """BLAKE2b-256 of a file's bytes, in hexadecimal; `tell` is given how many were read, as it goes on."""
     digest = hashlib.blake2b(digest_size=32)
     with open(path, "rb") as file:
         while block := file.read(_BLOCK):
             digest.update(block)
+            tell(len(block))
     return digest.hexdigest()
+
+
+def hash_bytes(content: bytes) -> str:
+    """BLAKE2b-256 of bytes, in hexadecimal."""
+    return hashlib.blake2b(content, digest_size=32).hexdigest()
 
 
 def hash_json(value: Any) -> str:
     """BLAKE2b-256 of a JSON value, independent of the order of keys, in hexadecimal."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-    return hashlib.blake2b(text.encode("utf-8"), digest_size=32).hexdigest()
+    return hash_bytes(text.encode("utf-8"))
 
 
 def next_numbered(folder: Path) -> Path:

@@ -23,7 +23,7 @@ tokenizer_app = typer.Typer(no_args_is_help=True, help="Make tokenizers.")
 app.add_typer(tokenizer_app, name="tokenizer")
 data_app = typer.Typer(no_args_is_help=True, help="Look at dataset folders.")
 app.add_typer(data_app, name="data")
-checkpoint_app = typer.Typer(no_args_is_help=True, help="Checkpoints as Hugging Face folders, and back.")
+checkpoint_app = typer.Typer(no_args_is_help=True, help="Look at checkpoints; to Hugging Face folders, and back.")
 app.add_typer(checkpoint_app, name="checkpoint")
 
 # Arguments and options that several commands have.
@@ -229,6 +229,32 @@ def verify_data(
         from launch.data import run_verify
 
         run_verify(folder, workers, json_file)
+
+
+@checkpoint_app.command("list")
+def list_checkpoints(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")], json_file: JsonFile = None
+) -> None:
+    """Show what a run has saved: steps, losses, sizes, and whether it is committed."""
+    with user_errors():
+        from launch.saved import run_list
+
+        run_list(run, json_file)
+
+
+@checkpoint_app.command("verify")
+def verify_checkpoints(
+    checkpoint: Annotated[
+        Path, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="Checkpoint folder, or run directory: all that it has.")
+    ],
+    workers: Annotated[int | None, typer.Option(min=1, help="Threads. Default: one for each core.")] = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Compare every byte with the checksums of the manifest. Exit code 1: something is not as it was written."""
+    with user_errors():
+        from launch.saved import run_verify
+
+        run_verify(checkpoint, workers, json_file)
 
 
 @checkpoint_app.command("export")

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
 
 from common.errors import CheckFailed
@@ -18,7 +15,7 @@ from data.dataset import Dataset
 from data.manifest import SPLITS
 from data.statistics import samples, summary
 from data.verify import verify
-from launch.reports import align_right, check_writable, report_console, write_json
+from launch.reports import align_right, check_writable, reading_bar, report_console, write_json
 
 _SAMPLE_TOKENS = 64
 _SAMPLE_CHARS = 160
@@ -100,15 +97,7 @@ def _table(*headings: str) -> Table:
 def run_verify(folder: Path, workers: int | None, json_file: str | None) -> None:
     """Check every byte of a dataset folder. Raises `CheckFailed` if anything is not as it was written."""
     check_writable("--json", json_file)
-    bar = Progress(
-        TextColumn("reading"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        console=Console(stderr=True),
-        disable=not sys.stderr.isatty(),
-    )
-    with bar:
+    with reading_bar() as bar:
         task = bar.add_task("reading", total=None)
         found = verify(
             folder, workers or available_cores(), lambda done, total: bar.update(task, completed=done, total=total)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
 
 from common.errors import UserError
@@ -48,3 +50,9 @@ def align_right(table: Table, *columns: int) -> None:
     """Set numbers to the right, in the columns of these places."""
     for place in columns:
         table.columns[place].justify = "right"
+
+
+def reading_bar() -> Progress:
+    """A bar on the terminal for bytes that are read."""
+    columns = (TextColumn("reading"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    return Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty())

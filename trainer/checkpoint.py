@@ -1,9 +1,9 @@
-"""Checkpoints that are whole or do not exist (rule 8).
+"""Saving checkpoints that are whole or do not exist (rule 8); trainer/load.py reads them.
 
 A checkpoint is a folder `step_00000100/`:
 
-    shard-*.safetensors   weights and optimizer state, logical tensors by name, written by torch DCP in the safetensors
-                          format: any number of ranks and either engine reads them; no pickle is written or read
+    shard-*.safetensors   weights and optimizer state, logical tensors by name, in the safetensors format as torch DCP
+                          reads it: by any number of ranks and either engine; no pickle is written or read
     tokenizer.model       so that the checkpoint generates text wherever it is taken
     trainer.json          format version, step, config, hashes of data and tokenizer, state of fp16's loss scaler
     manifest.json         size and hash of every file above
@@ -16,92 +16,117 @@ import errno
 import json
 import shutil
 import threading
-import warnings
-from collections.abc import Mapping, Set
-from concurrent.futures import Future
+import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 
 from common.errors import UserError
 from common.files import atomic_write
+from common.logs import get_logger
+from trainer.config import CheckpointConfig
 from trainer.engines.base import Engine
-from trainer.manifest import FORMAT_VERSION, STATE, TOKENIZER, commit, damaged_files, fingerprint, refuse_damaged
+from trainer.manifest import FORMAT_VERSION, STATE, TOKENIZER, commit, fingerprint
+from trainer.retention import prune
 from trainer.rundir import RunDirectory
 from trainer.runtime import Runtime
+from trainer.shard import Shard
 
 # A save that needs ranks which are gone does not end; one that does not need them has this long to be committed.
 _GRACE_SECONDS = 20.0
+# What a checkpoint takes beside its tensors: manifest, trainer.json, what a file system rounds up.
+_ROOM_BESIDE = 1 << 19
+# What the user can mend.
+_REFUSALS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS)
+
+T = TypeVar("T")
+
+
+class Failure(NamedTuple):
+    """Why a save failed, as all ranks are told."""
+
+    cause: str
+    refused: bool  # the file system would not; no fault of the program
 
 
 class Checkpointer:
-    """Saves an engine's state into a run directory, in the background if asked, one save at a time."""
+    """Saves an engine's state into a run directory, in the background if asked, one save at a time.
 
-    def __init__(self, run: RunDirectory, runtime: Runtime, keep: int, asynchronous: bool) -> None:
+    Every rank calls the same methods at the same steps. What the ranks say to one another in the background goes over a
+    group of its own, so that it does not mix with the training's.
+    """
+
+    def __init__(self, run: RunDirectory, runtime: Runtime, config: CheckpointConfig) -> None:
         self._run = run
         self._runtime = runtime
-        self._keep = keep
-        self._asynchronous = asynchronous
-        # A group of its own: the background save must not mix its messages with the training's.
+        self._config = config
         self._group = dist.new_group(backend="gloo")
+        self._shard: Shard | None = None
         self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self._fault: BaseException | None = None
+        self._failures: list[Failure] = []  # since the last save that did not fail; the same on every rank
+        self._step: int | None = None  # of the newest save that was begun
+        self._began = time.monotonic()
 
-    def save(self, engine: Engine, trainer_state: dict[str, Any], tokenizer: Path) -> None:
-        """Save at `trainer_state["step"]`. Returns when the state is copied, and commits when it is durable."""
-        self.wait()
-        folder = self._run.checkpoint(trainer_state["step"])
-        if self._runtime.is_main:
-            if folder.exists():  # the torn remains of a save that a crash ended
-                shutil.rmtree(folder)
-            folder.mkdir(parents=True)
-        dist.barrier(group=self._group)
-        writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    def due(self, step: int) -> bool:
+        """Whether to save after this step. Of the minutes rank 0's clock decides for all."""
+        every, minutes = self._config.every, self._config.every_minutes
+        if (every is not None and step % every == 0) or self._is_permanent(step):
+            return True
+        if minutes is None:
+            return False
+        passed = torch.tensor(int(time.monotonic() - self._began >= 60 * minutes))
+        dist.broadcast(passed, src=0)
+        return bool(passed)
+
+    def save(self, engine: Engine, trainer_state: dict[str, Any], tokenizer: Path, last: bool = False) -> None:
+        """Save at `trainer_state["step"]`. Returns when the state is copied, and commits when it is durable.
+
+        Args:
+            engine: whose state is saved.
+            trainer_state: the plain data that goes with it.
+            tokenizer: file to put beside it.
+            last: nothing is saved after it, so that it is not left out for a save that is still running.
+
+        Raises:
+            UserError, RuntimeError: as `wait` does, when `max_failures` saves in a row have failed.
+        """
+        step, begin = trainer_state["step"], time.perf_counter()
+        self._began = time.monotonic()
+        if self._config.when_busy == "skip" and not last and not self._is_permanent(step) and self._is_busy():
+            if self._runtime.is_main:
+                get_logger().warning("step %d is not saved: the save of step %d is still running", step, self._step)
+                self._run.events.record("save_skipped", step=step, running=self._step)
+            return
+        self._settle()
+        if step == self._step and not self._failures:
+            return  # a stop right after a save asks for the same again
         state = engine.state_dict()
-        written: Future[Any] | None = None
-        if self._asynchronous:
-            # Copies the state now, and writes the copy in a thread of its own.
-            written = cast(Future[Any], dcp.async_save(state, storage_writer=writer, process_group=self._group))
-
-        def finish() -> None:
-            try:
-                if written is not None:
-                    written.result()
-                else:
-                    dcp.save(state, storage_writer=writer, process_group=self._group)
-                self._commit(folder, trainer_state, tokenizer)
-            except BaseException as error:  # DCP's own is no Exception
-                self._error = error
-
-        self._thread = threading.Thread(target=finish, name="checkpoint", daemon=True)
+        if self._shard is None:
+            self._shard = Shard(state, self._group)
+            self._room = self._sum(self._shard.bytes)
+        shard = self._shard
+        parts = shard.stage(state, engine.optimizer) if self._config.async_ else shard.live(state)
+        stall = time.perf_counter() - begin
+        self._step = step
+        arguments = (shard, parts, trainer_state, tokenizer, stall)
+        self._thread = threading.Thread(target=self._write, args=arguments, name="checkpoint", daemon=True)
         self._thread.start()
-        if not self._asynchronous:
-            self.wait()
+        if not self._config.async_:
+            self._settle()
 
     def wait(self) -> None:
         """Wait until the running save, if any, is committed.
 
         Raises:
-            UserError: the file system refused, for example for want of room.
-            RuntimeError: anything else that went wrong in the save, on this rank or another.
+            UserError: the newest save failed because the file system refused, for example for want of room.
+            RuntimeError: it failed over anything else, on this rank or another.
         """
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        if self._error is not None:
-            error, self._error = self._error, None
-            cause = _file_system_refusal(error)
-            if cause is not None:
-                raise UserError(
-                    f"cannot save in {self._run.checkpoints}: {cause.strerror}; make room or mend permissions, "
-                    f"then start again: the run goes on from its newest committed checkpoint"
-                ) from error
-            raise RuntimeError(f"saving a checkpoint failed: {error}") from error
+        self._settle(allowed=0)
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -113,86 +138,119 @@ class Checkpointer:
         elif self._thread is not None:
             self._thread.join(timeout=_GRACE_SECONDS)
 
-    def _commit(self, folder: Path, trainer_state: dict[str, Any], tokenizer: Path) -> None:
-        """Hash what this rank wrote; rank 0 gathers the hashes, writes the manifest and then COMMIT."""
-        mine = {p.name: fingerprint(p) for p in folder.glob(f"shard-{self._runtime.rank + 1:05d}-*")}
-        gathered: list[Any] = [None] * self._runtime.world_size
-        dist.gather_object(mine, gathered if self._runtime.is_main else None, group=self._group)
-        if not self._runtime.is_main:
-            return
-        atomic_write(folder / STATE, json.dumps({"format": FORMAT_VERSION, **trainer_state}, indent=1))
-        atomic_write(folder / TOKENIZER, tokenizer.read_bytes())
-        files = {name: entry for part in gathered for name, entry in part.items()}
+    def _is_permanent(self, step: int) -> bool:
+        return self._config.keep_every > 0 and step % self._config.keep_every == 0
+
+    def _is_busy(self) -> bool:
+        """Whether any rank is still at the save before."""
+        running = torch.tensor(int(self._thread is not None and self._thread.is_alive()))
+        dist.all_reduce(running, dist.ReduceOp.MAX)
+        return bool(running)
+
+    def _sum(self, value: int) -> int:
+        total = torch.tensor(value)
+        dist.all_reduce(total, group=self._group)
+        return int(total)
+
+    def _settle(self, allowed: int | None = None) -> None:
+        """Wait for the running save; raise if more saves in a row have failed than are `allowed`."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._fault is not None:
+            raise RuntimeError(f"saving a checkpoint failed: {self._fault}") from self._fault
+        if len(self._failures) > (self._config.max_failures - 1 if allowed is None else allowed):
+            cause, refused = self._failures[-1]
+            if refused:
+                raise UserError(
+                    f"cannot save in {self._run.checkpoints}: {cause}; make room or mend permissions, "
+                    f"then start again: the run goes on from its newest committed checkpoint"
+                )
+            raise RuntimeError(f"saving a checkpoint failed: {cause}")
+
+    def _write(
+        self, shard: Shard, parts: list[Tensor], trainer_state: dict[str, Any], tokenizer: Path, stall: float
+    ) -> None:
+        """In the background: write, commit, tell. Whatever goes wrong on a rank, all hear of it and none waits."""
+        try:
+            step, begin = trainer_state["step"], time.perf_counter()
+            folder = self._run.checkpoint(step)
+            failure = self._agree(lambda: self._make(folder, tokenizer))
+            if failure is None:
+                mine, trouble = _attempt(lambda: {shard.name: shard.write(folder, parts)} if shard.bytes else {})
+                gathered: list[Any] = [None] * self._runtime.world_size
+                dist.gather_object((mine, trouble), gathered if self._runtime.is_main else None, group=self._group)
+                failure = self._agree(lambda: self._commit(folder, gathered, trainer_state, tokenizer))
+            self._failures = [] if failure is None else [*self._failures, failure]
+            if self._runtime.is_main:
+                self._tell(folder, step, failure, time.perf_counter() - begin, stall)
+        except BaseException as error:  # ranks could not speak, so that they may not agree
+            self._fault = error
+
+    def _agree(self, act: Callable[[], Failure | None]) -> Failure | None:
+        """Let rank 0 do something for all; every rank gets what failed, if anything did."""
+        result: list[Any] = [None]
+        if self._runtime.is_main:
+            failed, trouble = _attempt(act)
+            result = [trouble or failed]
+        dist.broadcast_object_list(result, src=0, group=self._group)
+        failure: Failure | None = result[0]
+        return failure
+
+    def _make(self, folder: Path, tokenizer: Path) -> Failure | None:
+        """The folder, if there is room for what is to be in it."""
+        if folder.exists():  # the torn remains of a save that a crash ended
+            shutil.rmtree(folder)
+        folder.mkdir(parents=True)
+        needed = self._room + tokenizer.stat().st_size + _ROOM_BESIDE
+        if (free := shutil.disk_usage(folder).free) < needed:
+            return Failure(f"No space left on device: it takes {needed:,} bytes and {free:,} are free", refused=True)
+        return None
+
+    def _commit(
+        self, folder: Path, gathered: list[Any], trainer_state: dict[str, Any], tokenizer: Path
+    ) -> Failure | None:
+        """On rank 0: write the other files, the manifest of all and then COMMIT."""
+        files: dict[str, Any] = {}
+        for rank, (entries, trouble) in enumerate(gathered):
+            if trouble is not None:
+                return Failure(f"{trouble.cause} (rank {rank})", trouble.refused)
+            files |= entries
         if unseen := [name for name in files if not (folder / name).is_file()]:
-            raise OSError(
-                errno.EACCES,
+            return Failure(
                 f"{unseen[0]} was written by another rank and is not to be seen by rank 0 (run.dir must lie on a file "
                 f"system that all ranks share)",
+                refused=True,
             )
-        files |= {name: fingerprint(folder / name) for name in (STATE, TOKENIZER)}
-        commit(folder, files)
-        self._run.prune(self._keep)
+        atomic_write(folder / STATE, json.dumps({"format": FORMAT_VERSION, **trainer_state}, indent=1))
+        atomic_write(folder / TOKENIZER, tokenizer.read_bytes())
+        commit(folder, files | {name: fingerprint(folder / name) for name in (STATE, TOKENIZER)})
+        return None
+
+    def _tell(self, folder: Path, step: int, failure: Failure | None, seconds: float, stall: float) -> None:
+        """On rank 0: say how a save ended, and take away what is of no use any more."""
+        events = self._run.events
+        if failure is None:
+            took = {"seconds": round(seconds, 3), "stall_seconds": round(stall, 3)}
+            events.record("save", step=step, bytes=self._room, **took)
+            _, trouble = _attempt(lambda: prune(self._run, self._config.keep, self._config.keep_every))
+            if trouble is not None:
+                get_logger().warning("old checkpoints cannot be removed: %s", trouble.cause)
+            return
+        shutil.rmtree(folder, ignore_errors=True)
+        failed, allowed = len(self._failures), self._config.max_failures
+        events.record("save_failed", step=step, cause=failure.cause, in_a_row=failed, max_failures=allowed)
+        newest = f"step {committed[-1]}" if (committed := self._run.committed()) else "none"
+        get_logger().warning(
+            "step %d is NOT SAVED: %s; newest checkpoint: %s; failed in a row: %d, and the run ends at %d (%s)",
+            *(step, failure.cause, newest, failed, allowed, "checkpoint.max_failures"),
+        )
 
 
-def _file_system_refusal(error: BaseException) -> OSError | None:
-    """The want of room or of permission behind a failed save, on whatever rank DCP met it."""
-    for cause in (error, *(failure[0] for failure in getattr(error, "failures", {}).values())):
-        if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
-            return cause
-    return None
-
-
-def load_engine(folder: Path, engine: Engine, runtime: Runtime, weights_only: bool = False) -> None:
-    """Load weights and optimizer state into an engine, whatever layout wrote them. Ranks share the check of files.
-
-    With `weights_only` the optimizer's state stays as it is, and the checkpoint need not have any.
-    """
-    damaged = damaged_files(folder, runtime.rank, runtime.world_size)
-    reports: list[Any] = [None] * runtime.world_size
-    dist.all_gather_object(reports, damaged)
-    refuse_damaged(folder, [name for report in reports for name in report])
-    state = engine.state_dict()
-    if weights_only:
-        state = {name: tensor for name, tensor in state.items() if name.startswith("model.")}
-    names: list[Any] = [None] * runtime.world_size
-    dist.all_gather_object(names, list(state))  # an optimizer of matrices keeps a matrix' state on one rank
-    _load(folder, state, no_dist=False, partial=weights_only, elsewhere={name for those in names for name in those})
-    engine.load_state_dict(state)
-
-
-def load_weights(folder: Path, model: torch.nn.Module) -> None:
-    """Load a checkpoint's weights into a plain model in this process, without a process group."""
-    refuse_damaged(folder, damaged_files(folder))
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    state = {f"model.{name}": tensor.detach() for name, tensor in tensors.items()}
-    _load(folder, state, no_dist=True, partial=True)
-
-
-def _load(
-    folder: Path, state: dict[str, Tensor], no_dist: bool, partial: bool = False, elsewhere: Set[str] = frozenset()
-) -> None:
-    """Read tensors in place; names and shapes must agree exactly, but for what `partial` leaves out.
-
-    `elsewhere` are the names of tensors that any rank reads.
-    """
-    reader = HuggingFaceStorageReader(str(folder))
-    saved: Mapping[str, Any] = reader.read_metadata().state_dict_metadata
-    missing = sorted((state.keys() | elsewhere) - saved.keys())
-    unexpected = sorted(saved.keys() - state.keys() - elsewhere) if not partial else []
-    reshaped = sorted(k for k in state.keys() & saved.keys() if tuple(state[k].shape) != tuple(saved[k].size))
-    for names, problem in (
-        (missing, "lacks"),
-        (unexpected, "has, but this config has not,"),
-        (reshaped, "has in another shape"),
-    ):
-        if names:
-            what = "optimizer" if names[0].startswith("optim.") else "architecture"
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            raise UserError(
-                f"{folder} is a checkpoint of another {what}: it {problem} '{names[0]}'{more}; "
-                f"use the config that wrote it (in its trainer.json)"
-            )
-    with warnings.catch_warnings():
-        # That one process loads is what `no_dist` asks for; torch warns of it all the same.
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.load(state, storage_reader=reader, no_dist=no_dist)
+def _attempt(act: Callable[[], T]) -> tuple[T | None, Failure | None]:
+    try:
+        return act(), None
+    except OSError as error:
+        return None, Failure(error.strerror or str(error), error.errno in _REFUSALS)
+    except Exception as error:
+        return None, Failure(f"{type(error).__name__}: {error}", refused=False)

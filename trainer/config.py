@@ -167,9 +167,28 @@ class ParallelConfig(Config):
 class CheckpointConfig(Config):
     """When to save, what to keep, where to continue."""
 
-    every: int = Field(100, ge=1, description="Steps between checkpoints; the last step is always saved.")
+    every: int | None = Field(
+        100, ge=1, description="Steps between checkpoints; null: none by steps. The last step is always saved."
+    )
+    every_minutes: float | None = Field(
+        None, gt=0, description="Also save when this many minutes have passed since the save before; null: do not."
+    )
     keep: int = Field(3, ge=1, description="Newest committed checkpoints to keep.")
+    keep_every: int = Field(
+        0, ge=0, description="Also save at multiples of this step, and keep those for good; 0: none."
+    )
     async_: bool = Field(True, alias="async", description="Write in the background while training goes on.")
+    when_busy: Literal["wait", "skip"] = Field(
+        "wait",
+        description="What to do when a save is due and the one before is still being written. skip: leave it out, "
+        "unless it is the last one of the run or one that is kept for good.",
+    )
+    max_failures: int = Field(
+        3,
+        ge=1,
+        description="Saves that fail in a row, for example for want of room, after which the run ends. Before that "
+        "training goes on.",
+    )
     resume: str = Field(
         "auto",
         description="auto: continue from the newest committed checkpoint of this run; never: refuse a run that "

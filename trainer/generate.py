@@ -18,7 +18,7 @@ from data.tokenizer import Tokenizer, load_tokenizer
 from models.cache import KVCache
 from models.config import ModelConfig
 from models.transformer import Transformer
-from trainer.checkpoint import load_weights
+from trainer.load import load_weights
 from trainer.manifest import TOKENIZER, read_trainer_state
 from trainer.sampling import sample
 

@@ -57,7 +57,7 @@ def _train(config: TrainingConfig, run: RunDirectory, runtime: Runtime) -> None:
     batches = batches_of(config, data)
 
     engine = build_engine(config, model_config, layout, runtime)
-    checkpointer = Checkpointer(run, runtime, config.checkpoint.keep, config.checkpoint.async_)
+    checkpointer = Checkpointer(run, runtime, config.checkpoint)
     done = resume(config, run, data, engine, runtime)
     dist.barrier()  # every rank has read the directory before rank 0 writes to it
     record_start(run, runtime, config, layout, done.step, data)
@@ -88,7 +88,7 @@ def _train(config: TrainingConfig, run: RunDirectory, runtime: Runtime) -> None:
             spike = look_at(step, result, health, config, reporter)
             if spike and may_roll_back(health, config):
                 checkpointer.wait()
-                health = roll_back(step, health, run, engine, runtime, reporter)
+                health = roll_back(step, health, config, run, engine, runtime, reporter)
             if last or result.skipped or step % config.log.every == 0:
                 seconds = time.perf_counter() - clock
                 rate = (tokens - tokens_logged) / seconds
@@ -118,13 +118,14 @@ def _train(config: TrainingConfig, run: RunDirectory, runtime: Runtime) -> None:
                 scores = evaluate(engine.model, held_out, token_bytes, runtime, stage.config)
                 reporter.row({"step": step, **scores})
             hopeless = health.in_a_row >= config.train.max_skipped_steps
-            due = last or hopeless or step % config.checkpoint.every == 0
+            due = checkpointer.due(step) or last or hopeless
             whole = not (due and health.in_a_row) or weights_are_finite(engine, runtime)
             if due and whole:
                 progress = Progress(step, tokens, engine.scaler_state(), health)
                 state = trainer_state(config, model_config, data, progress)
-                checkpointer.save(engine, state, data.tokenizer_path)
+                checkpointer.save(engine, state, data.tokenizer_path, last or hopeless)
             if hopeless or (last and not whole):
+                checkpointer.wait()
                 give_up(step, health)
             clock += time.perf_counter() - pause  # evaluating and saving do not count as training time
     dist.barrier()  # the last checkpoint is committed before any rank goes on

@@ -27,7 +27,8 @@ class Reporter:
         if not active:
             return
         run.path.mkdir(parents=True, exist_ok=True)
-        self._file = open(run.metrics_file, "a", encoding="utf-8")  # noqa: SIM115 - closed in __exit__
+        self._file = open(run.metrics_file, "ab", buffering=0)  # noqa: SIM115 - closed in __exit__
+        self._unwritten = b""  # what a full disk did not take
         if self._console.is_terminal:
             self._progress = Progress(
                 TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
@@ -48,6 +49,7 @@ class Reporter:
         if self._progress is not None:
             self._progress.stop()
         if self._active:
+            self._write(b"")
             self._file.close()
 
     def say(self, text: str) -> None:
@@ -65,8 +67,7 @@ class Reporter:
         """Append a row and show it; it is on disk when this returns, but for a power cut."""
         if not self._active:
             return
-        self._file.write(json.dumps(row) + "\n")
-        self._file.flush()
+        self._write(json.dumps(row).encode() + b"\n")
         if "spectra" in row:
             return  # too much for people
         if "eval_loss" in row:
@@ -85,6 +86,16 @@ class Reporter:
             self._progress.update(self._task, completed=row["step"], line=line)
         else:
             self.say(f"step {row['step']:>6}/{self._total}  {line}")
+
+    def _write(self, line: bytes) -> None:
+        """Append to the file; where the disk takes no more, keep the line for when it does, and train on."""
+        told, self._unwritten = bool(self._unwritten), self._unwritten + line
+        try:
+            while self._unwritten:
+                self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+        except OSError as error:
+            if not told:
+                self.say(f"metrics.jsonl cannot be written: {error.strerror}; its rows follow when it can")
 
     def _left(self, step: int) -> str:
         done = step - self._first

@@ -54,10 +54,16 @@ def may_roll_back(health: Health, config: TrainingConfig) -> bool:
 
 
 def roll_back(
-    step: int, health: Health, run: RunDirectory, engine: Engine, runtime: Runtime, reporter: Reporter
+    step: int,
+    health: Health,
+    config: TrainingConfig,
+    run: RunDirectory,
+    engine: Engine,
+    runtime: Runtime,
+    reporter: Reporter,
 ) -> Health:
     """Go back to the newest checkpoint, but not in the data: batches since then are left out."""
-    back = load_newest(run, engine, runtime)
+    back = load_newest(config, run, engine, runtime)
     if back is None:
         reporter.say("there is no checkpoint to go back to")
         return health

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,18 +75,25 @@ class RunDirectory:
         """Folder of one step's checkpoint."""
         return self.checkpoints / f"step_{step:08d}"
 
+    def saved(self) -> dict[int, Path]:
+        """Folders of checkpoints by step, oldest first, committed or not. Other names are none of ours."""
+        numbers = [p.name.removeprefix("step_") for p in self.checkpoints.glob("step_*")]
+        steps = sorted(int(number) for number in numbers if number.isdecimal())
+        return {step: folder for step in steps if (folder := self.checkpoint(step)).is_dir()}
+
     def committed(self) -> list[int]:
         """Steps of the committed checkpoints, oldest first. What has no COMMIT file does not exist."""
-        return sorted(int(p.parent.name.removeprefix("step_")) for p in self.checkpoints.glob(f"step_*/{COMMIT}"))
+        return [step for step, folder in self.saved().items() if (folder / COMMIT).exists()]
 
-    def prune(self, keep: int) -> None:
-        """Remove all but the newest `keep` committed checkpoints, and what was never committed before the newest."""
-        steps = self.committed()
-        kept = {self.checkpoint(step) for step in steps[-keep:]}
-        for folder in self.checkpoints.glob("step_*"):
-            if folder not in kept and steps and folder.name < self.checkpoint(steps[-1]).name:
-                (folder / COMMIT).unlink(missing_ok=True)  # first: a half-removed checkpoint must not look whole
-                shutil.rmtree(folder)
+    def damaged(self) -> list[Path]:
+        """Checkpoints that were found damaged at a start, and put aside."""
+        return sorted(self.checkpoints.glob("step_*.damaged*"))
+
+    def put_aside(self, step: int) -> Path:
+        """Rename a damaged checkpoint, so that no start takes it again; nothing of it is lost."""
+        folder = self.checkpoint(step)
+        names = (folder.with_name(f"{folder.name}.damaged{again}") for again in ("", *(f"-{n}" for n in range(2, 100))))
+        return folder.rename(next(name for name in names if not name.exists()))
 
     def check_config(self, config: TrainingConfig) -> None:
         """Refuse a directory that belongs to a run with other numbers.
@@ -98,12 +104,12 @@ class RunDirectory:
         if not self.config_file.exists():
             return
         ours, theirs = config.tree(), as_this_version_writes(TrainingConfig, read_tree(self.config_file))
-        changed = [key for key in differences(ours, theirs) if not _is_free(key)]
+        changed = [key for key in differences(ours, theirs) if not is_free(key)]
         if changed:
             key = changed[0]
             more = f" (and {len(changed) - 1} more keys)" if len(changed) > 1 else ""
             raise UserError(
-                f"{self.path} holds another run: its '{key}' is {_lookup(theirs, key)}, not {_lookup(ours, key)}"
+                f"{self.path} holds another run: its '{key}' is {lookup(theirs, key)}, not {lookup(ours, key)}"
                 f"{more}; "
                 f"give this run a name of its own with run.name=..., or remove the folder"
             )
@@ -182,11 +188,13 @@ def find_checkpoint(path: Path) -> Path:
     raise UserError(f"{path} holds no committed checkpoint (no {COMMIT} file); train first, or name another folder")
 
 
-def _is_free(key: str) -> bool:
+def is_free(key: str) -> bool:
+    """Whether two starts of one run may differ in a key."""
     return any(key == free or (free.endswith(".") and key.startswith(free)) for free in _FREE)
 
 
-def _lookup(tree: dict[str, Any], key: str) -> Any:
+def lookup(tree: dict[str, Any], key: str) -> Any:
+    """The value of a dotted key in a config tree, as JSON."""
     value: Any = tree
     for part in key.split("."):
         value = value.get(part) if isinstance(value, dict) else None

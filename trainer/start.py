@@ -9,7 +9,7 @@ from common.errors import UserError
 from models.config import ModelConfig
 from trainer.config import TrainingConfig, as_this_version_writes, differences
 from trainer.exchange.initial import open_source
-from trainer.manifest import read_trainer_state
+from trainer.manifest import read_trainer_state, state_damage
 from trainer.rundata import RunData, batches_of
 from trainer.rundir import RunDirectory, find_checkpoint
 
@@ -18,10 +18,15 @@ def starting_checkpoint(config: TrainingConfig, run: RunDirectory) -> Path | Non
     """The run's newest committed checkpoint, or else the one that `checkpoint.resume` names; None: a new run.
 
     Raises:
-        UserError: there is no checkpoint where `checkpoint.resume` points.
+        UserError: there is no checkpoint where `checkpoint.resume` points, or none that is whole is left of the run's.
     """
     if steps := run.committed():
         return run.checkpoint(steps[-1])
+    if damaged := run.damaged():
+        raise UserError(
+            f"{run.path} has no whole checkpoint left: {', '.join(path.name for path in damaged)}; bring one again "
+            f"from where a good copy is and take .damaged off its name, or remove them all to start from the beginning"
+        )
     if config.checkpoint.resume in ("auto", "never"):
         return None
     try:
@@ -48,9 +53,18 @@ def check_start(config: TrainingConfig, run: RunDirectory, data: RunData) -> Non
                 f"{config.model.max_seq_len}; shorten the prompt"
             )
     model = config.model.with_vocab_size(data.vocab_size)
-    if folder := starting_checkpoint(config, run):
+    folder = starting_checkpoint(config, run)
+    if own := run.committed():
+        # Damage is for the workers to find, who read every byte, and go on from the one before.
+        newest_first = (run.checkpoint(step) for step in reversed(own))
+        folder = next((folder for folder in newest_first if not state_damage(folder)), None)
+    if folder is not None:
         check_fits(folder, read_trainer_state(folder), config, model, data)
-    elif config.model.init_from is not None and (source := open_source(config.model.init_from)).folder is not None:
+    elif (
+        not own
+        and config.model.init_from is not None
+        and (source := open_source(config.model.init_from)).folder is not None
+    ):
         source.folder.tensors()
 
 

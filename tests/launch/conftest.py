@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -29,3 +31,26 @@ def trained(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     result = command(*words)
     assert result.returncode == 0, result.stderr
     return Trained(RunDirectory(folder / "tiny"), folder, words, result)
+
+
+class Ended(NamedTuple):
+    """How a command ended that ran in this process."""
+
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def gramian(capsys: pytest.CaptureFixture[str]) -> Callable[..., Ended]:
+    def run(*words: str | Path) -> Ended:
+        from launch.cli import app
+
+        code = 0
+        try:
+            app([*map(str, words)], standalone_mode=False)
+        except SystemExit as end:
+            code = int(end.code or 0)
+        return Ended(code, *capsys.readouterr())
+
+    return run

@@ -6,35 +6,11 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
 from tests.launch.commands import command
-from tests.launch.conftest import Trained
-
-
-class Ended(NamedTuple):
-    """How a command ended that ran in this process."""
-
-    code: int
-    out: str
-    err: str
-
-
-@pytest.fixture
-def gramian(capsys: pytest.CaptureFixture[str]) -> Callable[..., Ended]:
-    def run(*words: str | Path) -> Ended:
-        from launch.cli import app
-
-        code = 0
-        try:
-            app([*map(str, words)], standalone_mode=False)
-        except SystemExit as end:
-            code = int(end.code or 0)
-        return Ended(code, *capsys.readouterr())
-
-    return run
+from tests.launch.conftest import Ended, Trained
 
 
 def test_there_and_back(trained: Trained, tmp_path: Path, gramian: Callable[..., Ended]) -> None:

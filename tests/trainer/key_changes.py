@@ -201,8 +201,11 @@ CHANGES: dict[str, Change] = {
     "parallel.ep": to("2", *MOE, world=2),
     "parallel.tp": to("2", world=2),
     "checkpoint.every": to("1"),
+    "checkpoint.every_minutes": between("null", "1e-6"),
     "checkpoint.keep": to("1", "checkpoint.every=1"),
+    "checkpoint.keep_every": to("1", "checkpoint.every=1", "checkpoint.keep=1"),
     "checkpoint.async": Change(ALL),
+    "checkpoint.when_busy": Change(ALL, ("checkpoint.every=1", "checkpoint.async=false")),  # to skip is agreed on
     "checkpoint.resume": Change(("auto", "never"), earlier=("train.steps=1",)),
     "checkpoint.load_optimizer": Change(
         ALL,
@@ -218,6 +221,7 @@ CHANGES: dict[str, Change] = {
 
 # Keys that no run can show to act, and why. A key belongs here only if nothing that one may see depends on it.
 EXCEPTIONS: dict[str, str] = {
+    "checkpoint.max_failures": "no config makes saves fail (test_saving.py lets them, and counts)",
     "parallel.tp_across_nodes": "it permits a layout over several machines, and tests have one "
     "(test_tensor_parallel.py tells the two values apart)",
     "data.tokenizer.kind": "each kind has keys of its own (vocab_size, path), so it cannot change alone",

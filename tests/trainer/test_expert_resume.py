@@ -78,7 +78,7 @@ def test_at_another_layout(runs: Runs, source: str, target: str) -> None:
 def loaded(arguments: list[str], checkpoint: str) -> dict[str, Any]:
     """In a rank: the whole state of an engine that a checkpoint was loaded into."""
     from trainer.certify.looking import whole
-    from trainer.checkpoint import load_engine
+    from trainer.load import load_engine
 
     with started(arguments) as here:
         load_engine(Path(checkpoint), here.engine, here.runtime)

@@ -387,7 +387,7 @@ def test_checkpoints_of_another_precision_or_age_start_with_a_fresh_scale(
     manifest = json.loads((old / "manifest.json").read_text())
     manifest["files"]["trainer.json"] = fingerprint(old / "trainer.json")
     (old / "manifest.json").write_text(json.dumps(manifest))
-    (old / "COMMIT").write_text(hash_file(old / "manifest.json"))
+    (old / "COMMIT").write_text(hash_file(old / "manifest.json") + "\n")
     again = run("again", "train.steps=5", "train.precision=fp16", "train.loss_scale_init=2", f"checkpoint.resume={old}")
     assert logged(again)[0]["loss_scale"] == 2.0
 

@@ -56,13 +56,25 @@ def test_a_config_from_before_a_key_existed_is_still_the_same_run(tmp_path: Path
     run.check_config(config)
 
 
-def test_pruning_keeps_the_newest_committed(tmp_path: Path) -> None:
+def test_only_folders_of_steps_are_checkpoints(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
-    for step in (1, 2, 3, 4, 5):
-        run.checkpoint(step).mkdir(parents=True)
-        if step not in (2, 5):
-            (run.checkpoint(step) / "COMMIT").touch()
-    run.prune(keep=2)
-    assert run.committed() == [3, 4]
-    # 2 was torn and is older than what is kept; 5 may be a save that is going on.
-    assert sorted(p.name for p in run.checkpoints.iterdir()) == [f"step_{step:08d}" for step in (3, 4, 5)]
+    for name in ("step_00000003", "step_00000004.damaged", "step_7", "step_x", "step_00000009"):
+        (run.checkpoints / name).mkdir(parents=True)
+        if name != "step_00000009":
+            (run.checkpoints / name / "COMMIT").touch()
+    assert run.committed() == [3]
+    assert list(run.saved()) == [3, 9]
+    assert run.damaged() == [run.checkpoints / "step_00000004.damaged"]
+
+
+def test_what_is_put_aside_is_kept_beside_others(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    names = []
+    for content in "ab":
+        run.checkpoint(5).mkdir(parents=True)
+        (run.checkpoint(5) / "COMMIT").write_text(content)
+        names.append(run.put_aside(5))
+    assert [name.name for name in names] == ["step_00000005.damaged", "step_00000005.damaged-2"]
+    assert [(name / "COMMIT").read_text() for name in names] == ["a", "b"]
+    assert run.committed() == []
+    assert run.damaged() == names

@@ -19,7 +19,7 @@ from models.families import Export, family_for
 from trainer.exchange.folders import CONFIG, INDEX, WEIGHTS, check_new, new_folder
 from trainer.exchange.tensors import DTYPES, Item, PlannedFile, StoredTensors, plan_files, write_file
 from trainer.exchange.tokenizers import tokenizer_files
-from trainer.manifest import TOKENIZER, damaged_files, read_trainer_state, refuse_damaged
+from trainer.manifest import TOKENIZER, damage, read_trainer_state, refuse_damaged
 
 PRECISIONS = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 Progress = Callable[[int], None]  # is told how many parameters more are done
@@ -114,7 +114,7 @@ def export(plan: Plan, out: Path, progress: Progress = lambda n_parameters: None
         UserError: the checkpoint is damaged, or `out` cannot be written.
     """
     check_new(out)
-    refuse_damaged(plan.checkpoint, damaged_files(plan.checkpoint))
+    refuse_damaged(plan.checkpoint, damage(plan.checkpoint))
 
     def make(name: str) -> Tensor:
         entry = plan.exports[name]

@@ -23,6 +23,14 @@ Shape = tuple[int, ...]
 
 # safetensors' names of the types that weights come in, torch's, and bytes of a number.
 DTYPES = {"F32": ("float32", 4), "BF16": ("bfloat16", 2), "F16": ("float16", 2)}
+# All that a checkpoint may hold.
+STORED = DTYPES | {
+    "F64": ("float64", 8),
+    "I64": ("int64", 8),
+    "I32": ("int32", 4),
+    "U8": ("uint8", 1),
+    "BOOL": ("bool", 1),
+}
 _BLOCK = 1 << 20  # numbers that are converted at a time
 _LARGEST_HEADER = 1 << 30
 _AGAIN = "bring it again from where a good copy is"
@@ -143,10 +151,11 @@ class Item(NamedTuple):
     name: str
     shape: Shape
     dtype: str  # safetensors' name
+    offsets: Shape | None = None  # of its first element in the tensor that it is a box of; None: it is whole
 
     @property
     def bytes(self) -> int:
-        return math.prod(self.shape) * DTYPES[self.dtype][1]
+        return math.prod(self.shape) * STORED[self.dtype][1]
 
 
 class PlannedFile(NamedTuple):
@@ -178,15 +187,18 @@ def plan_files(
             groups.append([])
         groups[-1].append(item)
     return [
-        PlannedFile(name(number, len(groups)), tuple(group), _header(group, sharded))
+        PlannedFile(name(number, len(groups)), tuple(group), file_header(group, sharded))
         for number, group in enumerate(groups, start=1)
     ]
 
 
-def _header(items: Sequence[Item], sharded: bool) -> bytes:
+def file_header(items: Sequence[Item], sharded: bool) -> bytes:
+    """What a file begins with; the items follow in their order, without gaps."""
     metadata = {"format": "pt"}
     if sharded:
-        metadata[_SHARDING] = json.dumps({item.name: {"saved_offsets": [0] * len(item.shape)} for item in items})
+        metadata[_SHARDING] = json.dumps(
+            {item.name: {"saved_offsets": item.offsets or [0] * len(item.shape)} for item in items}
+        )
     tree: dict[str, Any] = {"__metadata__": metadata}
     begin = 0
     for item in items:

@@ -67,7 +67,7 @@ def sparse_checkpoint(folder: Path, ranks: int, config: ModelConfig) -> Path:
     (folder / STATE).write_text(json.dumps(state))
     manifest = {"format": FORMAT_VERSION, "files": {STATE: fingerprint(folder / STATE)}}
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    (folder / COMMIT).write_text(hash_file(folder / "manifest.json"))
+    (folder / COMMIT).write_text(hash_file(folder / "manifest.json") + "\n")
     return folder
 
 

@@ -20,9 +20,9 @@ from models.config import ModelConfig
 from models.transformer import Transformer
 from tests.runs import read_state
 from tests.trainer.exchange.checkpoints import random_checkpoint, tensors_of, tree
-from trainer.checkpoint import load_weights
 from trainer.exchange.export import Plan, export, plan_export
 from trainer.exchange.importing import import_folder
+from trainer.load import load_weights
 from trainer.manifest import read_trainer_state
 from trainer.rundir import RunDirectory
 

@@ -20,7 +20,7 @@ from tests.trainer.exchange.checkpoints import tensors_of, tree
 from tests.trainer.exchange.test_export import our_model
 from trainer.exchange.export import export, plan_export
 from trainer.exchange.importing import import_folder
-from trainer.manifest import damaged_files, read_trainer_state
+from trainer.manifest import damage, read_trainer_state
 from trainer.rundir import find_checkpoint
 
 # One of each family, the first.
@@ -34,7 +34,7 @@ def test_in_and_out_again(saved: Callable[[str], Path], tmp_path: Path, case: st
     folder, checkpoint, out = saved(case), tmp_path / "checkpoint", tmp_path / "out"
     report = import_folder(folder, checkpoint)
     assert find_checkpoint(checkpoint) == checkpoint
-    assert damaged_files(checkpoint) == []
+    assert damage(checkpoint) == {}
     assert report["model_type"] == CASES[case][0]
     assert report["notes"] == ["the folder has no tokenizer.json or tokenizer.model, and so the checkpoint has none"]
     theirs = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", experts_implementation="eager")

@@ -1,0 +1,80 @@
+"""A run that is killed in the middle of a save goes on from the one before."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.gang import Gang
+from tests.launch.commands import BIN, environment, tiny
+from tests.runs import losses_and_norms, train_worker
+from trainer.manifest import damage
+from trainer.rundir import RunDirectory
+
+# Python runs a `sitecustomize` at its start: this one lets the save of step 4 write half of its file and then stand.
+_HOOK = """
+import importlib.util, os, sys, time
+
+def patch(shard):
+    def write(self, folder, parts, whole=shard.Shard.write):
+        entry = whole(self, folder, parts)
+        if folder.name == "step_00000004":
+            os.truncate(folder / self.name, entry["bytes"] // 2)
+            time.sleep(1000)
+        return entry
+    shard.Shard.write = write
+
+class Finder:
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        if name != "trainer.shard":
+            return None
+        sys.meta_path.remove(cls)
+        spec = importlib.util.find_spec(name)
+        execute = spec.loader.exec_module
+        spec.loader.exec_module = lambda module: (execute(module), patch(module))
+        return spec
+
+sys.meta_path.insert(0, Finder)
+"""
+
+
+@pytest.mark.timeout(200)
+def test_killed_in_a_save(gang: Gang, corpus: Path, tmp_path: Path) -> None:
+    """The torn one is ignored, the one before is taken, and a later save removes what is left."""
+    (tmp_path / "sitecustomize.py").write_text(_HOOK)
+    words = tiny(corpus, tmp_path / "runs", "checkpoint.every=2", "train.steps=6", "eval.batches=0")
+    run = RunDirectory(tmp_path / "runs" / "tiny")
+    torn = run.checkpoint(4) / "shard-00001-model-00001-of-00001.safetensors"
+    with subprocess.Popen(
+        [str(BIN / "gramian"), *words, "--nproc", "1"],
+        env=environment(PYTHONPATH=str(tmp_path)),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        deadline = time.monotonic() + 120
+        # Training goes on to the last step while the save stands.
+        while len(run.read_metrics()) < 6 and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGKILL)
+        output, _ = process.communicate(timeout=30)
+    assert process.returncode == -signal.SIGKILL, output
+    before = losses_and_norms(run)
+    assert len(before) == 6
+    assert run.committed() == [2]
+    assert torn.stat().st_size > 100_000
+    assert list(damage(run.checkpoint(4))) == ["COMMIT"]
+    keys = [*words[1:], "checkpoint.every=3", "checkpoint.keep=9"]  # no other save of step 4 takes its place
+    assert gang.run(train_worker, keys, world=2) == [0, 0]
+    resumed = [event for event in run.events.read() if event["event"] == "resume"]
+    assert [event["step"] for event in resumed] == [2]
+    assert run.committed() == list(run.saved()) == [2, 3, 6]
+    assert len(losses_and_norms(run)) == 6
+    assert losses_and_norms(run)[:2] == before[:2]
+    for ours, theirs in zip(losses_and_norms(run), before, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5)
