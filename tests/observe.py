@@ -210,6 +210,8 @@ _CLEANERS: dict[str, Callable[[bytes], bytes | None]] = {
     r"/provenance\.json$": _without("time", "command", "hosts", "dp_replicate", "dp_shard", "data_folder"),
     r"/metrics\.jsonl$": _without("lr", "tokens_per_second", "mfu", "seconds"),
     r"/trainer\.json$": _without("config", "model"),
+    r"/events\.jsonl$": _without("time", "seconds", "hosts"),
+    r"/outcome\.json$": _without("time"),
     r"/step_\d+/manifest\.json$": _names_of_files,
     r"/COMMIT$": lambda _: b"",  # a hash of the manifest
     r"\.safetensors$": _tensors,

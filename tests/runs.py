@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ from data.prepare import prepare
 from trainer.config import TrainingConfig, load_config
 from trainer.layout import Layout, plan_layout
 from trainer.rundir import RunDirectory
+from trainer.stop import SIGNALS
 
 TINY = str(Path(__file__).resolve().parent.parent / "configs" / "tiny.yaml")
 
@@ -22,12 +24,16 @@ def train_worker(arguments: list[str]) -> int:
     """What `python -m launch.worker` does, in this rank; returns the exit code."""
     from launch.worker import main
 
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
     # A look at the machine's speed, which a worker takes at its start: one product in place of a third of a second.
     with mock.patch("trainer.throughput._SECONDS", 0.0):
         try:
             main(arguments)
         except SystemExit as end:
             return int(end.code or 0)
+        finally:  # a worker that was told to stop ignores signals from then on
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
     return 0
 
 
