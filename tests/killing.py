@@ -22,12 +22,18 @@ STEPS = 40
 KEYS = (f"train.steps={STEPS}", "checkpoint.every=5", "checkpoint.keep=3", "eval.batches=0")
 
 
-class Launched:
-    """`gramian train --nproc 2` on the tiny config, started anew after each end of its launcher."""
+BY_GRAMIAN = ("gramian", "train", "--nproc", "2")
+BY_TORCHRUN = ("torchrun", "--standalone", "--nproc-per-node", "2", "--max-restarts", "3", "--no-python")
 
-    def __init__(self, corpus: Path, folder: Path, name: str, *more: str) -> None:
-        words = tiny(corpus, folder, "--nproc", "2", f"run.name={name}", *KEYS, *more)
-        self._words = [str(BIN / "gramian"), *words]
+
+class Launched:
+    """The tiny config on two processes, started anew after each end of its launcher."""
+
+    def __init__(self, corpus: Path, folder: Path, name: str, *more: str, by: tuple[str, ...] = BY_GRAMIAN) -> None:
+        launcher = [str(BIN / by[0]), *by[1:]]
+        if by is BY_TORCHRUN:
+            launcher += [str(BIN / "gramian"), "train"]
+        self._words = [*launcher, *tiny(corpus, folder, f"run.name={name}", *KEYS, *more)[1:]]
         self._output = folder / f"{name}.txt"
         self.run = RunDirectory(folder / name)
         self.process: subprocess.Popen[bytes]

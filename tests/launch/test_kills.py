@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.gang import Gang
-from tests.killing import KEYS, STEPS, Launched, assert_ended_alike
+from tests.killing import BY_GRAMIAN, BY_TORCHRUN, KEYS, STEPS, Launched, assert_ended_alike
 from tests.runs import TINY, train_worker
 from trainer.outcome import read_outcome
 from trainer.rundir import RunDirectory
@@ -27,8 +27,9 @@ def unbroken(gang: Gang, corpus: Path, tmp_path_factory: pytest.TempPathFactory)
 
 
 @pytest.fixture
-def launched(corpus: Path, tmp_path: Path) -> Iterator[Launched]:
-    launched = Launched(corpus, tmp_path, "killed", "train.hang_minutes=0.05")
+def launched(corpus: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Launched]:
+    by = getattr(request, "param", BY_GRAMIAN)
+    launched = Launched(corpus, tmp_path, "killed", "train.hang_minutes=0.05", by=by)
     yield launched.start()
     launched.end()
 
@@ -72,3 +73,20 @@ def test_a_stopped_rank_is_named_and_the_run_goes_on(launched: Launched, unbroke
     assert stacks.with_suffix(".json").exists()  # the collectives
     assert "in train_step" in stacks.read_text()
     assert STEPS in launched.run.committed()
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("launched", [BY_TORCHRUN], indirect=True, ids=["torchrun"])
+def test_under_torchrun(launched: Launched) -> None:
+    """It starts workers again after a death; and after a stop, to which it does the same, they leave at once."""
+    assert launched.until(launched.committed)
+    assert launched.kill("rank", random.Random(0))
+    before = launched.committed()
+    assert launched.until(lambda: launched.committed() > before), launched.output
+    os.kill(launched.workers()[1], signal.SIGTERM)
+    assert launched.process.wait(60) == 1
+    outcome = read_outcome(launched.run)
+    assert outcome is not None
+    assert (outcome["outcome"], outcome["exit_code"], outcome["attempt"]) == ("requeue", 75, 1)
+    assert outcome["step"] == launched.committed() < STEPS
+    assert [event["attempt"] for event in launched.events("start")] == [0, 1]
