@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,16 +24,21 @@ def train_worker(arguments: list[str]) -> int:
     """What `python -m launch.worker` does, in this rank; returns the exit code."""
     from launch.worker import main
 
-    handlers = {number: signal.getsignal(number) for number in SIGNALS}
     # A look at the machine's speed, which a worker takes at its start: one product in place of a third of a second.
     with mock.patch("trainer.throughput._SECONDS", 0.0):
-        try:
-            main(arguments)
-        except SystemExit as end:
-            return int(end.code or 0)
-        finally:  # a worker that was told to stop ignores signals from then on
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
+        return exit_code_of(main, arguments)
+
+
+def exit_code_of(function: Callable[..., Any], *arguments: Any) -> int:
+    """How what would end a process ends. A worker that was told to stop ignores signals from then on; this one not."""
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
+    try:
+        function(*arguments)
+    except SystemExit as end:
+        return int(end.code or 0)
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
     return 0
 
 

@@ -194,8 +194,8 @@ class LaunchConfig(Config):
     max_restarts: int = Field(
         3,
         ge=0,
-        description="With --nproc: how often processes are started again, from the newest checkpoint, after one died, "
-        "hung or failed.",
+        description="With --nproc 2 or more: how often processes are started again, from the newest checkpoint, after "
+        "one died, hung or failed.",
     )
 
 

@@ -29,7 +29,7 @@ def unbroken(gang: Gang, corpus: Path, tmp_path_factory: pytest.TempPathFactory)
 @pytest.fixture
 def launched(corpus: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Launched]:
     by = getattr(request, "param", BY_GRAMIAN)
-    launched = Launched(corpus, tmp_path, "killed", "train.hang_minutes=0.05", by=by)
+    launched = Launched(corpus, tmp_path, "killed", "train.hang_minutes=0.1", by=by)
     yield launched.start()
     launched.end()
 
@@ -56,12 +56,12 @@ def test_a_rank_all_ranks_and_the_launcher_are_killed(launched: Launched, unbrok
 
 @pytest.mark.timeout(120)
 def test_a_stopped_rank_is_named_and_the_run_goes_on(launched: Launched, unbroken: RunDirectory) -> None:
-    """Within its limit of three seconds, here a third of that after it gave no sign of life."""
+    """Soon after the limit, of six seconds."""
     assert launched.until(launched.committed)
     os.kill(launched.workers()[1], signal.SIGSTOP)
     begin = time.monotonic()
-    assert launched.until(lambda: launched.events("hang"), 15), launched.output
-    assert time.monotonic() - begin < 3 + 3
+    assert launched.until(lambda: launched.events("hang"), 30), launched.output
+    assert time.monotonic() - begin < 6 + 3
     assert launched.process.wait(60) == 0, launched.output
     assert_ended_alike(launched.run, unbroken)
     (hang,) = launched.events("hang")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,23 +28,11 @@ def test_whoever_is_killed(corpus: Path, tmp_path: Path) -> None:
     generator = random.Random(0)
     left = ["rank"] * (ELASTIC // 2) + ["ranks"] * (ELASTIC // 2) + ["launcher"] * OF_LAUNCHERS
     generator.shuffle(left)
-    kills: list[dict[str, object]] = []
+    kills: list[dict[str, Any]] = []
     runs, restarts, elastic = 0, 0, 0
     while left:
         launched = Launched(corpus, tmp_path, f"killed-{runs}", "launch.max_restarts=20").start()
-        here = 0
-        while left and launched.until(launched.workers):
-            time.sleep(generator.uniform(0.0, 0.9 * seconds))
-            if launched.process.poll() is not None or not launched.kill(left[-1], generator):
-                break
-            whom, saved = left.pop(), launched.committed()
-            kills.append({"whom": whom, "run": runs, "newest_checkpoint": saved})
-            if whom == "launcher":
-                launched.start()
-            else:
-                here += 1
-                before = len(launched.events("restart"))
-                assert launched.until(lambda n=before, h=here: len(launched.events("restart")) >= h), launched.output  # type: ignore[misc]
+        here = _killed(launched, left, kills, seconds, generator)
         assert launched.process.wait(240) == 0, launched.output
         assert_ended_alike(launched.run, unbroken.run)
         assert len(launched.events("restart")) == here
@@ -60,3 +49,22 @@ def test_whoever_is_killed(corpus: Path, tmp_path: Path) -> None:
         "bits_that_differ": 0,
     }
     write_evidence("kills", COMMAND, figures)
+
+
+def _killed(
+    launched: Launched, left: list[str], kills: list[dict[str, Any]], seconds: float, generator: random.Random
+) -> int:
+    """Kill until nothing is left to kill, or the run has come to its end; how often it was workers."""
+    elastic = 0
+    while left and launched.until(launched.workers):
+        time.sleep(generator.uniform(0.0, 0.9 * seconds))
+        saved = launched.committed()
+        if not launched.kill(left[-1], generator):
+            break
+        kills.append({"whom": left.pop(), "run": launched.run.path.name, "newest_checkpoint": saved})
+        if kills[-1]["whom"] == "launcher":
+            launched.start()
+        else:
+            elastic += 1
+            launched.until(lambda expected=elastic: len(launched.events("restart")) >= expected)  # type: ignore[misc]
+    return elastic
