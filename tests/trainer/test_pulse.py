@@ -14,7 +14,7 @@ from trainer.pulse import Pulse, whose_fault
 
 
 def _beat(place: str, step: int, waits: bool = False, age: float = 0.0) -> dict[str, Any]:
-    return {"place": place, "step": step, "seconds": 12.0, "waits": waits, "time": time.time() - age}
+    return {"place": place, "step": step, "seconds": 12.0, "waits": waits, "age": age}
 
 
 STEP_7 = _beat("the step", 7)
@@ -39,7 +39,8 @@ STEP_7 = _beat("the step", 7)
     ],
 )
 def test_whose_fault(beats: list[dict[str, Any] | None], expected: str) -> None:
-    seen = {rank: beat for rank, beat in enumerate(beats) if beat is not None}
+    now = time.time()
+    seen = {rank: {**beat, "time": now - beat["age"]} for rank, beat in enumerate(beats) if beat is not None}
     assert whose_fault(seen, rank=0, world_size=len(beats), silence=4.0).startswith(expected)
 
 

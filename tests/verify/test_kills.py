@@ -57,7 +57,7 @@ def _killed(
     """Kill until nothing is left to kill, or the run has come to its end; how often it was workers."""
     elastic = 0
     while left and launched.until(launched.workers):
-        time.sleep(generator.uniform(0.0, 0.9 * seconds))
+        time.sleep(generator.uniform(0.0, 0.5 * seconds))
         saved = launched.committed()
         if not launched.kill(left[-1], generator):
             break
