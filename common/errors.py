@@ -4,6 +4,8 @@ from __future__ import annotations
 
 EXIT_BAD_INPUT = 2
 EXIT_FAILED = 1
+EXIT_HANG = 70
+EXIT_REQUEUE = 75
 
 
 class UserError(Exception):
@@ -15,6 +17,13 @@ class UserError(Exception):
 
     def __init__(self, message: str) -> None:
         super().__init__(" ".join(message.split()))
+
+
+class Requeue(BaseException):
+    """Not an error: the run was told to stop, and the same command goes on with it. Says so in one line, exit code 75.
+
+    Like `KeyboardInterrupt` it is no `Exception`, so that nothing takes it for one on its way.
+    """
 
 
 class CheckFailed(Exception):

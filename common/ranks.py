@@ -47,6 +47,11 @@ def read_place() -> Place:
     return Place(rank, world_size, _number("LOCAL_RANK") if "LOCAL_RANK" in os.environ else rank)
 
 
+def attempt() -> int:
+    """How often torch elastic has restarted this gang."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
+
+
 def ranks_on_this_machine() -> int | None:
     """LOCAL_WORLD_SIZE, as torchrun sets it; None where nobody tells."""
     return _number("LOCAL_WORLD_SIZE") if os.environ.get("LOCAL_WORLD_SIZE") else None

@@ -131,6 +131,7 @@ def encode_in_processes(chunks: Iterator[Chunk], encoder: Encoder, workers: int)
         return
     # Spawned ones: a fork would copy the locks of the reader's threads, and keep the lock of the folder.
     context = multiprocessing.get_context("spawn")
+    others = multiprocessing.active_children()
     pool = ProcessPoolExecutor(workers, context, initializer=_begin_worker, initargs=(encoder,))
     pending: deque[tuple[Chunk, Future[Encoded]]] = deque()
     try:
@@ -141,6 +142,9 @@ def encode_in_processes(chunks: Iterator[Chunk], encoder: Encoder, workers: int)
         while pending:
             yield _next(pending)
     except BrokenProcessPool:
+        for process in multiprocessing.active_children():
+            if process not in others:
+                process.kill()  # the pool itself asks them by SIGTERM, and waits
         raise UserError(
             "a worker process of the tokenizer was killed, perhaps for want of memory; give the same command again, "
             "and it goes on, with fewer --workers if need be"
@@ -160,7 +164,8 @@ _worker: tuple[Encoder, Tokenizer]
 def _begin_worker(encoder: Encoder) -> None:
     """What a process does first."""
     global _worker
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the parent ends us
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # they reach all; the parent ends us
+        signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     # A library that would use all cores in each process would make them wait for one another.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"

@@ -5,14 +5,17 @@ from __future__ import annotations
 from common.files import atomic_write
 from trainer.config import TrainingConfig
 from trainer.rundir import RunDirectory, find_checkpoint
+from trainer.start import owes_evaluation
 
 SAMPLE_TOKENS = 128
 
 
 def is_finished(config: TrainingConfig, run: RunDirectory) -> bool:
-    """Whether a committed checkpoint of the run has all the steps that the config asks for."""
+    """Whether a committed checkpoint of the run has all the steps that the config asks for, and they are evaluated."""
     committed = run.committed()
-    return bool(committed) and committed[-1] >= config.train.steps
+    if not committed or committed[-1] < config.train.steps:
+        return False
+    return committed[-1] > config.train.steps or not owes_evaluation(config, run, committed[-1])
 
 
 def finish_run(config: TrainingConfig, run: RunDirectory) -> None:
@@ -41,6 +44,8 @@ def print_summary(config: TrainingConfig, run: RunDirectory) -> None:
             f"\nheld-out loss {last['eval_loss']:.4f} nats per token, "
             f"{last['eval_bits_per_byte']:.4f} bits per byte at step {last['step']}"
         )
+    if counts := run.events.counts():
+        print(f"on the way    {counts}; see {run.events.path}")
     print(f"checkpoint    {find_checkpoint(run.path)}")
     print(f"metrics       {run.metrics_file}")
     print(f"try           gramian generate {run.path} --prompt 'def'", flush=True)

@@ -8,89 +8,115 @@ import os
 import shlex
 import signal
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common.errors import EXIT_BAD_INPUT
+from common.errors import EXIT_BAD_INPUT, EXIT_HANG, EXIT_REQUEUE
 from common.machine import available_cores
 from launch import ROOT
 from launch.report_errors import TOLD_BY_LAUNCHER
+from trainer.outcome import outcome_of, write_outcome
+from trainer.rundir import RunDirectory
+from trainer.stop import STARTED
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+    from launch.elastic import Ended
 
-def start_workers(words: list[str], nproc: int, logs: Path) -> None:
+
+def start_workers(
+    words: list[str], nproc: int, logs: Path, run: RunDirectory | None = None, max_restarts: int = 0
+) -> None:
     """Run `nproc` workers, each `python` with these words, and wait for them.
 
-    Rank 0 has the terminal, the others write to files in `logs`, a folder that is there and empty.
+    Rank 0 has the terminal, the others write to files in `logs`, a folder that is there and empty. Workers that die,
+    hang or fail are started again, all of them, up to `max_restarts` times; they are then those of `run`.
 
     Raises:
-        SystemExit: 2 after a worker's bad input, 1 after any other failure, as shells count it after a signal to us.
-            The failure that came first is told, once.
+        SystemExit: 2 after a worker's bad input, 75 where they were told to stop, 70 after a hang, 1 after any other
+            failure. The failure that came first is told, once.
     """
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    from launch.elastic import Agent
 
     # Workers must find our packages before a module of the user's of the same name, and share the cores.
     paths = [str(ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, available_cores() // nproc)))
     os.environ["GRAMIAN_COMMAND"] = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
-    os.environ[TOLD_BY_LAUNCHER] = "1"
+    os.environ[TOLD_BY_LAUNCHER] = str(os.getpid())
+    os.environ[STARTED] = str(time.time())
     for name in list(logging.root.manager.loggerDict):  # each has a level of its own
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
-    launch = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=nproc,
-        run_id=f"gramian-{os.getpid()}",
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",
-        local_addr="127.0.0.1",  # the host's own name may not resolve
-        max_restarts=0,
-        monitor_interval=0.1,
-        logs_specs=DefaultLogsSpecs(log_dir=str(logs), redirects=dict.fromkeys(range(1, nproc), Std.ALL)),
-    )
-    try:
-        # -P keeps the working directory off the workers' path.
-        elastic_launch(launch, sys.executable)("-P", *words)
-    except ChildFailedError as error:
-        message, exit_code = _first_failure(logs, error.failures)
-        print(message, file=sys.stderr, flush=True)
-        raise SystemExit(exit_code) from None
-    except SignalException as stop:
-        print(f"gramian: stopped by {stop.sigval.name}, and with it all workers", file=sys.stderr, flush=True)
-        raise SystemExit(128 + stop.sigval) from None
+
+    def judge(attempt: int, failures: Mapping[int, ProcessFailure]) -> Ended:
+        return _judge(logs, attempt, failures, run)
+
+    def restarting(ended: Ended, number: int, of: int) -> None:
+        assert run is not None
+        step = max(run.committed(), default=0)
+        run.outcome_file.unlink(missing_ok=True)  # a hang's: it is not the end
+        run.events.record("restart", attempt=number, rank=ended.rank, how=ended.how, step=step)
+        line = f"restart {number} of {of}, from step {step}"
+        print(f"{ended.message.rstrip()}\ngramian: {line}", file=sys.stderr, flush=True)
+
+    agent = Agent(words, nproc, logs, max_restarts, judge, restarting)
+    agent.heed_signals()
+    result = agent.run()
+    if not result.is_failed():
+        return
+    ended = agent.ended
+    assert ended is not None
+    message, exit_code = ended.message, ended.exit_code
+    if agent.stopped_by is not None and exit_code not in (EXIT_BAD_INPUT, EXIT_REQUEUE):
+        message = f"gramian: stopped by {agent.stopped_by.name}, and with it all workers"
+        # What workers had not begun to train, or had finished but for a sample, is lost with nothing to save.
+        exit_code = EXIT_REQUEUE if run is not None else 128 + agent.stopped_by
+    if run is not None:
+        write_outcome(run, outcome_of(exit_code), message.strip().splitlines()[-1].removeprefix("gramian: "))
+    print(message, file=sys.stderr, flush=True)
+    raise SystemExit(exit_code)
 
 
-def _first_failure(logs: Path, failures: Mapping[int, ProcessFailure]) -> tuple[str, int]:
-    """What to tell of a failed start, and our exit code.
+def _judge(logs: Path, attempt: int, failures: Mapping[int, ProcessFailure], run: RunDirectory | None) -> Ended:
+    """What the failures of an attempt come to.
 
-    When one worker ends, the others soon fail for want of it, or torch elastic ends them by SIGTERM: the report that
-    was left first is the cause, unless a worker was ended by another signal, which leaves none.
+    When one worker ends, the others soon fail for want of it, or are ended: the report that was left first is the
+    cause, unless a worker was ended by a signal, which leaves none.
     """
+    from launch.elastic import Ended
+
     reports: dict[int, dict[str, Any]] = {}
-    for file in sorted(logs.glob("**/error.json"), key=lambda path: path.stat().st_mtime_ns):
+    for file in sorted(logs.glob(f"**/attempt_{attempt}/*/error.json"), key=lambda path: path.stat().st_mtime_ns):
         reports[int(file.parent.name)] = json.loads(file.read_text(encoding="utf-8"))
-    for report in reports.values():
-        if report["exit_code"] == EXIT_BAD_INPUT:
-            return report["message"], EXIT_BAD_INPUT
+    for wanted in (EXIT_BAD_INPUT, EXIT_REQUEUE, EXIT_HANG):
+        for rank, report in reports.items():
+            if report["exit_code"] == wanted:
+                how = "hang" if wanted == EXIT_HANG else f"exit code {wanted}"
+                return Ended(rank, how, report["message"], wanted, retry=wanted == EXIT_HANG)
     for rank, failure in failures.items():
         if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM and rank not in reports:
             name = signal.Signals(-failure.exitcode).name
             why = ", perhaps because memory ran out" if name == "SIGKILL" else ""
-            return f"gramian: rank {rank} was ended by {name}{why}{_output(logs, rank)}", 1
+            message = f"gramian: rank {rank} was ended by {name}{why}{_output(logs, attempt, rank)}"
+            return Ended(rank, name, message, 1, retry=True)
+    # What failed before the first step would fail again.
+    retry = run is not None and any(
+        event["event"] == "running" and event["attempt"] == attempt and event["time"] > float(os.environ[STARTED])
+        for event in run.events.read()
+    )
     for rank, report in reports.items():
         if report.get("whole"):
-            return report["message"], 1
-        return f"{report['message']}gramian: rank {rank} failed with this error{_output(logs, rank)}", 1
+            return Ended(rank, "exit code 1", report["message"], 1, retry=False)
+        message = f"{report['message']}gramian: rank {rank} failed with this error{_output(logs, attempt, rank)}"
+        return Ended(rank, "exit code 1", message, 1, retry)
     rank, failure = next(iter(failures.items()))
-    exit_code = EXIT_BAD_INPUT if failure.exitcode == EXIT_BAD_INPUT else 1
-    return f"gramian: rank {rank} failed with exit code {failure.exitcode}{_output(logs, rank)}", exit_code
+    known = failure.exitcode in (EXIT_BAD_INPUT, EXIT_REQUEUE, EXIT_HANG)
+    message = f"gramian: rank {rank} failed with exit code {failure.exitcode}{_output(logs, attempt, rank)}"
+    return Ended(rank, f"exit code {failure.exitcode}", message, failure.exitcode if known else 1, retry)
 
 
 def ended_with_a_finding(logs: Path) -> bool:
@@ -98,7 +124,7 @@ def ended_with_a_finding(logs: Path) -> bool:
     return any(json.loads(file.read_text(encoding="utf-8")).get("whole") for file in logs.glob("**/error.json"))
 
 
-def _output(logs: Path, rank: int) -> str:
+def _output(logs: Path, attempt: int, rank: int) -> str:
     """Where a rank's output is; rank 0's is on the terminal."""
-    files = sorted(logs.glob(f"**/{rank}/stderr.log"))
+    files = sorted(logs.glob(f"**/attempt_{attempt}/{rank}/stderr.log"))
     return f"; its output is in {files[-1].parent}" if files else ""

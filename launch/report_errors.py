@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
-from common.errors import EXIT_BAD_INPUT, EXIT_FAILED, CheckFailed, UserError
+from common.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_HANG, EXIT_REQUEUE, CheckFailed, Requeue, UserError
 
 EXIT_INTERRUPTED = 130  # as a shell counts a process that Ctrl-C ended
 # Set by our own launcher: the workers are quiet about their end, and the launcher tells it once.
@@ -24,7 +24,7 @@ TOLD_BY_LAUNCHER = "GRAMIAN_TOLD_BY_LAUNCHER"
 def user_errors() -> Iterator[None]:
     """Turn a `UserError` into one line on standard error and exit code 2. Ranks above 0 say who they are.
 
-    A `CheckFailed` is one line too, with exit code 1.
+    A `CheckFailed` is one line too, with exit code 1, and a `Requeue` with 75.
     """
     try:
         yield
@@ -36,6 +36,10 @@ def user_errors() -> Iterator[None]:
     except CheckFailed as failed:
         _tell(f"gramian: {failed}", EXIT_FAILED, whole=True)
         raise SystemExit(EXIT_FAILED) from None
+    except Requeue as requeue:
+        if os.environ.get("RANK", "0") == "0":
+            _tell(f"gramian: {requeue}", EXIT_REQUEUE)
+        raise SystemExit(EXIT_REQUEUE) from None
     except KeyboardInterrupt:
         if not _is_told_by_launcher():
             print("gramian: interrupted", file=sys.stderr, flush=True)
@@ -45,6 +49,11 @@ def user_errors() -> Iterator[None]:
             raise
         _tell(traceback.format_exc(), 1)
         raise SystemExit(1) from None
+
+
+def say_hang(message: str) -> None:
+    """Tell of ranks that hang; this one is about to end."""
+    _tell(f"gramian: {message}", EXIT_HANG)
 
 
 def leave(code: int) -> NoReturn:
@@ -66,10 +75,11 @@ def _is_told_by_launcher() -> bool:
 def _tell(message: str, exit_code: int, whole: bool = False) -> None:
     """Print how this process ends, or leave it for our launcher where torch elastic keeps such reports.
 
-    `whole`: there is nothing for the launcher to add.
+    `whole`: there is nothing for the launcher to add, and another attempt would end the same way.
     """
     if _is_told_by_launcher():
-        report = {"message": message, "timestamp": int(time.time()), "exit_code": exit_code, "whole": whole}
+        report = {"message": message, "timestamp": int(time.time()), "exit_code": exit_code}
+        report |= {"whole": whole or exit_code in (EXIT_HANG, EXIT_REQUEUE)}
         Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps(report), encoding="utf-8")
     else:
         print(message, file=sys.stderr, flush=True)

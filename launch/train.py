@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import NoReturn
 
-from common.errors import UserError
+from common.errors import Requeue, UserError
 from common.files import next_numbered
 from common.logs import setup_logging
 from common.ranks import is_worker
@@ -12,7 +17,9 @@ from launch import worker
 from launch.finish import is_finished, print_ways_on
 from trainer.config import load_config
 from trainer.layout import plan_layout
+from trainer.outcome import outcome_told
 from trainer.rundir import run_directory
+from trainer.stop import SIGNALS
 
 
 def run_train(config_path: str, overrides: list[str], nproc: int | None, dry_run: bool) -> None:
@@ -41,17 +48,35 @@ def run_train(config_path: str, overrides: list[str], nproc: int | None, dry_run
     from trainer.start import check_start, starting_checkpoint
 
     setup_logging()
-    starting_checkpoint(config, run)  # a path that leads nowhere is found before the corpus is read
-    check_start(config, run, open_run_data(config, show_progress=sys.stderr.isatty()))
+    with outcome_told(run), _requeued_by_signals():
+        starting_checkpoint(config, run)  # a path that leads nowhere is found before the corpus is read
+        check_start(config, run, open_run_data(config, show_progress=sys.stderr.isatty()))
     if nproc == 1:
         worker.run(config_path, overrides)
         return
 
     from launch.local import start_workers
 
-    logs = next_numbered(run.path / "logs")
+    logs = next_numbered(run.logs)
     logs.mkdir(parents=True)
-    start_workers(["-m", "launch.worker", config_path, *overrides], nproc, logs)
+    words = ["-m", "launch.worker", config_path, *overrides]
+    with outcome_told(run), _requeued_by_signals():
+        start_workers(words, nproc, logs, run, config.launch.max_restarts)
+
+
+@contextmanager
+def _requeued_by_signals() -> Iterator[None]:
+    """Before there are workers nothing is to be saved: a signal ends the work at once."""
+
+    def stop(number: int, _: FrameType | None) -> NoReturn:
+        raise Requeue(f"stopped by {signal.Signals(number).name} before training; the same command goes on")
+
+    before = {number: signal.signal(number, stop) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def refuse_nproc(nproc: int | None) -> None:

@@ -6,41 +6,65 @@ torchrun and the launchers that follow it set it. Started alone it is the only p
 
 from __future__ import annotations
 
+import ctypes
+import os
+import signal
 import sys
 
 from common.errors import UserError
 from common.logs import setup_logging
 from common.ranks import read_place
 from launch.finish import finish_run, is_finished, print_ways_on
-from launch.report_errors import leave, user_errors
+from launch.report_errors import TOLD_BY_LAUNCHER, leave, say_hang, user_errors
 from trainer.config import load_config
 from trainer.layout import plan_layout
+from trainer.outcome import outcome_told, settled_before, write_outcome
 from trainer.rundir import run_directory
+from trainer.stop import heed_signals
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def run(config_path: str, overrides: list[str]) -> None:
     """Train in this process, as one of the ranks that the environment describes."""
+    _end_with_launcher()
     place = read_place()
     setup_logging()
     config = load_config(config_path, overrides)
     directory = run_directory(config)
     directory.check_config(config)
+    if (code := settled_before(directory)) is not None:  # torchrun, to which one exit code is like another
+        raise SystemExit(code)
     # What can be known is found before torch is imported, which takes seconds.
     if is_finished(config, directory):
         if place.rank == 0:
             print_ways_on(config, directory)
         return
-    directory.check_writable()
-    plan_layout(config, place.world_size)
+    with heed_signals() as stop, outcome_told(directory):
+        directory.check_writable()
+        plan_layout(config, place.world_size)
 
-    from trainer.loop import train
-    from trainer.runtime import start_runtime
+        from trainer.loop import train
+        from trainer.runtime import start_runtime
 
-    # The inner `user_errors` leaves its report before the group is taken down, and so before the others fail over that.
-    with start_runtime(config.train.deterministic) as runtime, user_errors():
-        done = train(config, runtime)
-        if runtime.is_main:
-            finish_run(config, done)
+        # The inner `user_errors` leaves its report before the group is taken down, and so before the others fail over
+        # that.
+        with start_runtime(config.train.deterministic, config.train.hang_minutes, stop) as runtime, user_errors():
+            train(config, runtime, say_hang)
+            if runtime.is_main:
+                finish_run(config, directory)
+                directory.events.record("done", step=config.train.steps)
+                write_outcome(directory, "done", f"all {config.train.steps} steps are made")
+
+
+def _end_with_launcher() -> None:
+    """A launcher that is killed cannot end its workers: let the kernel do it. Without one there is nothing to do."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    launcher = os.environ.get(TOLD_BY_LAUNCHER)
+    if launcher is not None and os.getppid() != int(launcher):  # it was gone before
+        os._exit(1)
 
 
 def main(arguments: list[str]) -> None:

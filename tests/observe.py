@@ -211,8 +211,9 @@ _CLEANERS: dict[str, Callable[[bytes], bytes | None]] = {
     r"/config\.yaml$": lambda _: None,
     r"/provenance\.json$": _without("time", "command", "hosts", "dp_replicate", "dp_shard", "data_folder"),
     r"/metrics\.jsonl$": _without("lr", "tokens_per_second", "mfu", "seconds"),
-    r"/events\.jsonl$": _without("time", "seconds", "stall_seconds", "changed"),
+    r"/events\.jsonl$": _without("time", "seconds", "stall_seconds", "changed", "hosts"),
     r"/trainer\.json$": _without("config", "model"),
+    r"/outcome\.json$": _without("time"),
     r"/step_\d+/manifest\.json$": _names_of_files,
     r"/COMMIT$": lambda _: b"",  # a hash of the manifest
     r"\.safetensors$": _tensors,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import signal
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ from data.prepare import prepare
 from trainer.config import TrainingConfig, load_config
 from trainer.layout import Layout, plan_layout
 from trainer.rundir import RunDirectory
+from trainer.stop import SIGNALS
 
 TINY = str(Path(__file__).resolve().parent.parent / "configs" / "tiny.yaml")
 
@@ -24,10 +26,19 @@ def train_worker(arguments: list[str]) -> int:
 
     # A look at the machine's speed, which a worker takes at its start: one product in place of a third of a second.
     with mock.patch("trainer.throughput._SECONDS", 0.0):
-        try:
-            main(arguments)
-        except SystemExit as end:
-            return int(end.code or 0)
+        return exit_code_of(main, arguments)
+
+
+def exit_code_of(function: Callable[..., Any], *arguments: Any) -> int:
+    """How what would end a process ends. A worker that was told to stop ignores signals from then on; this one not."""
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
+    try:
+        function(*arguments)
+    except SystemExit as end:
+        return int(end.code or 0)
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
     return 0
 
 

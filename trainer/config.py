@@ -105,6 +105,19 @@ class TrainConfig(Config):
     sample_prompt: str | None = Field(
         None, description="Text that the trained model continues when the run ends; null: no sample."
     )
+    max_hours: float | None = Field(
+        None,
+        gt=0,
+        description="Stop, with a checkpoint, before this time from the start is over; null: no limit but the end of "
+        "the SLURM job, if this is one.",
+    )
+    hang_minutes: float | None = Field(
+        15.0,
+        gt=0,
+        description="A rank that is longer at one step's data, at its computation or at a batch of an evaluation is "
+        "taken to hang, and the processes end so that the launcher can begin anew. Three times as long for set-up, the "
+        "first step and saves. null: no watch.",
+    )
 
     @model_validator(mode="after")
     def _check(self) -> TrainConfig:
@@ -219,6 +232,17 @@ class LogConfig(Config):
     )
 
 
+class LaunchConfig(Config):
+    """Starting processes, and starting them again."""
+
+    max_restarts: int = Field(
+        3,
+        ge=0,
+        description="With --nproc 2 or more: how often processes are started again, from the newest checkpoint, after "
+        "one died, hung or failed.",
+    )
+
+
 class TrainingConfig(Config):
     """One training run, from corpus to checkpoint."""
 
@@ -232,6 +256,7 @@ class TrainingConfig(Config):
     checkpoint: CheckpointConfig = Field(CheckpointConfig(), description="Saving and resuming.")
     eval: EvalConfig = Field(EvalConfig(), description="Evaluation in the loop.")
     log: LogConfig = Field(LogConfig(), description="Reporting.")
+    launch: LaunchConfig = Field(LaunchConfig(), description="Processes.")
     stages: list[StageConfig] = Field(
         default_factory=list, description="Stages one after the other, each with what differs in it; none: one stage."
     )

@@ -23,9 +23,14 @@ def evaluate(
     Args:
         token_bytes: bytes of text that each token id stands for, (V,). Bits per byte divides by the bytes of the
             predicted tokens, so that tokenizers can be compared.
+
+    Raises:
+        Stopping: a rank was told to stop.
     """
     loss, tokens, text_bytes = 0.0, 0, 0
     for batch in batches.eval_batches(config.eval.batches, runtime.data_rank, runtime.data_ranks):
+        runtime.pulse.at("evaluation")
+        runtime.count()
         tokens += int(batch.mask.sum())
         text_bytes += int(token_bytes[batch.targets[batch.mask]].sum())
         for micro in micro_batches(batch, config.train.micro_batch_size, runtime.device):

@@ -8,8 +8,11 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
+
+_TOLD = {"restart": "restart", "stop": "stop", "hang": "hang", "skip": "skipped step"}
 
 
 class EventLog:
@@ -32,6 +35,15 @@ class EventLog:
                 os.close(file)
         except OSError:
             return
+
+    def counts(self) -> str:
+        """How many restarts, stops, hangs and skipped steps there were, in words; empty without any."""
+        events = Counter(event.get("event") for event in self.read())
+        return ", ".join(f"{events[e]} {word}{'s' * (events[e] > 1)}" for e, word in _TOLD.items() if events[e])
+
+    def seconds_of(self, event: str) -> list[float]:
+        """How long each event of a kind took that says so."""
+        return [entry["seconds"] for entry in self.read() if entry.get("event") == event and "seconds" in entry]
 
     def read(self) -> list[dict[str, Any]]:
         """All events, oldest first; a last line that a full disk cut off is left out."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from common.ranks import attempt
 from data.loader import Feed
 from data.packing import Batch
 from data.prefetch import Prefetched
@@ -24,11 +26,13 @@ from trainer.batch import micro_batches, pinned
 from trainer.build import build_engine
 from trainer.checkpoint import Checkpointer
 from trainer.config import TrainingConfig
+from trainer.ending import saved_when_stopped, watched
 from trainer.engines.base import Engine
 from trainer.evaluate import evaluate
 from trainer.health import or_none
 from trainer.layout import Layout, plan_layout
 from trainer.metrics import Reporter
+from trainer.outcome import outcome_told
 from trainer.provenance import record_start
 from trainer.recovery import give_up, look_at, may_roll_back, roll_back, weights_are_finite
 from trainer.resume import Progress, resume, trainer_state
@@ -37,14 +41,23 @@ from trainer.rundata import batches_of, open_run_data
 from trainer.rundir import RunDirectory, run_directory
 from trainer.runtime import Runtime
 from trainer.spectra import SpectraLog
+from trainer.start import evaluation_is_due, owes_evaluation
 from trainer.throughput import peak_flops
 
 
-def train(config: TrainingConfig, runtime: Runtime) -> RunDirectory:
-    """Train a config on the ranks at hand, from the start or from the newest committed checkpoint."""
+def train(config: TrainingConfig, runtime: Runtime, say_hang: Callable[[str], None] = print) -> RunDirectory:
+    """Train a config on the ranks at hand, from the start or from the newest committed checkpoint.
+
+    Raises:
+        Requeue: the ranks were told to stop; the newest checkpoint is that of the last step made.
+    """
     run = run_directory(config)
-    with run.in_use() if runtime.is_main else nullcontext():
-        _train(config, run, runtime)
+    with run.in_use() if runtime.is_main else nullcontext(), outcome_told(run, owned=True):
+        if runtime.is_main:
+            run.outcome_file.unlink(missing_ok=True)
+            runtime.stop.limit(config.train.max_hours)
+        with watched(run, runtime, config.train.hang_minutes, say_hang):
+            _train(config, run, runtime)
     return run
 
 
@@ -53,6 +66,7 @@ def _train(config: TrainingConfig, run: RunDirectory, runtime: Runtime) -> None:
     layout = plan_layout(config, runtime.world_size)
     runtime = replace(runtime, tp=layout.tp)
     data = open_run_data(config)
+    runtime.pulse.at("set-up")
     model_config = config.model.with_vocab_size(data.vocab_size)
     batches = batches_of(config, data)
 
@@ -64,13 +78,38 @@ def _train(config: TrainingConfig, run: RunDirectory, runtime: Runtime) -> None:
     if runtime.is_main:
         run.write_config(config)
         run.truncate_metrics(done.step)
+    owed = runtime.sum(runtime.is_main and owes_evaluation(config, run, done.step)) > 0
 
     peak, peak_source = peak_flops(runtime.device, config.train.precision)
     peak = runtime.sum(peak) * layout.tp
     token_bytes = data.tokenizer().token_bytes
-    steps, tokens, health = config.train.steps, done.tokens, done.health
+    steps, tokens, health, made = config.train.steps, done.tokens, done.health, done.step
+
+    def evaluate_at(step: int) -> None:
+        stage = config.stage_at(step)
+        scores = evaluate(engine.model, batches.stages[stage.number], token_bytes, runtime, stage.config)
+        reporter.row({"step": step, **scores})
+
+    def save(last: bool) -> bool:
+        """Save what is made; False: its weights are not finite, and it is not saved."""
+        runtime.pulse.at("the save", made)
+        if made > done.step:
+            if health.in_a_row and not weights_are_finite(engine, runtime):
+                return False
+            begin = time.perf_counter()
+            state = trainer_state(config, model_config, data, Progress(made, tokens, engine.scaler_state(), health))
+            checkpointer.save(engine, state, data.tokenizer_path, last)
+            if runtime.is_main:
+                runtime.stop.saves_take(max([time.perf_counter() - begin, *run.events.seconds_of("save")]))
+        return True
+
+    def save_now() -> None:
+        save(last=True)
+        checkpointer.wait()
+
     feed = Prefetched(batches, steps, finish=pinned if runtime.device.type == "cuda" else None)
-    with checkpointer, feed, Reporter(run, runtime.is_main, done.step, steps) as reporter:
+    reporter = Reporter(run, runtime.is_main, done.step, steps)
+    with checkpointer, feed, reporter, saved_when_stopped(run, runtime, save_now):
         reporter.say(layout.describe())
         if isinstance(engine.optimizer, MatrixOptimizer):
             reporter.say(routing_table(engine.optimizer, config.optim.name, config.optim.lr))
@@ -78,13 +117,16 @@ def _train(config: TrainingConfig, run: RunDirectory, runtime: Runtime) -> None:
             reporter.say(batches.describe())
         reporter.say(f"speed  {peak / 1e9:,.0f} GFLOP/s at most over all ranks ({peak_source}); MFU counts against it")
         spectra = SpectraLog(config, engine, reporter)
+        if owed:
+            evaluate_at(done.step)
         clock, tokens_logged = time.perf_counter(), tokens
         for step in range(done.step + 1, steps + 1):
             stage = config.stage_at(step)
             with spectra.around(step):
                 result = step_at(step, engine, feed, layout, runtime, config)
-            tokens += result.tokens
-            last = step == steps
+            tokens, made, last = tokens + result.tokens, step, step == steps
+            if step == done.step + 1 and runtime.is_main:
+                run.events.record("running", attempt=attempt(), step=step)
             spike = look_at(step, result, health, config, reporter)
             if spike and may_roll_back(health, config):
                 checkpointer.wait()
@@ -112,22 +154,19 @@ def _train(config: TrainingConfig, run: RunDirectory, runtime: Runtime) -> None:
                     }
                 )
                 clock, tokens_logged = time.perf_counter(), tokens
+                if runtime.is_main and (slow := runtime.own_times.told(run.events, step)):
+                    reporter.say(slow)
             pause = time.perf_counter()
-            if config.eval.batches and (last or step % config.eval.every == 0):
-                held_out = batches.stages[stage.number]
-                scores = evaluate(engine.model, held_out, token_bytes, runtime, stage.config)
-                reporter.row({"step": step, **scores})
+            if evaluation_is_due(config, step):
+                evaluate_at(step)
             hopeless = health.in_a_row >= config.train.max_skipped_steps
-            due = checkpointer.due(step) or last or hopeless
-            whole = not (due and health.in_a_row) or weights_are_finite(engine, runtime)
-            if due and whole:
-                progress = Progress(step, tokens, engine.scaler_state(), health)
-                state = trainer_state(config, model_config, data, progress)
-                checkpointer.save(engine, state, data.tokenizer_path, last or hopeless)
-            if hopeless or (last and not whole):
-                checkpointer.wait()
-                give_up(step, health)
+            if checkpointer.due(step) or last or hopeless:
+                whole = save(last or hopeless)
+                if hopeless or (last and not whole):
+                    checkpointer.wait()
+                    give_up(step, health)
             clock += time.perf_counter() - pause  # evaluating and saving do not count as training time
+        runtime.pulse.at("the save")
     dist.barrier()  # the last checkpoint is committed before any rank goes on
 
 
@@ -157,6 +196,7 @@ def step_at(
 ) -> StepResult:
     """Update number `step`, counted from 1, with the learning rate, the rows and the layout that belong to it."""
     set_lr(engine.optimizer, learning_rate(step, config))
+    runtime.pulse.at("data", step)
     batch = batches.train(step - 1, runtime.data_rank, runtime.data_ranks)
     layout = layout.at(config.stage_at(step).number)
     return train_step(engine, batch, layout, runtime, config.train.grad_clip, config.model.moe)
@@ -170,9 +210,14 @@ def train_step(
     grad_clip: float | None,
     moe: MoEConfig | None = None,
 ) -> StepResult:
-    """One update from this rank's rows of the global batch, or none where loss or gradient norm is not finite."""
+    """One update from this rank's rows of the global batch, or none where loss or gradient norm is not finite.
+
+    Raises:
+        Stopping: a rank was told to stop; no rank has begun the step.
+    """
     # Rule 1: the denominator counts the whole global batch and is known before the first backward pass.
-    valid = runtime.sum(int(batch.mask.sum()))
+    valid = runtime.count(int(batch.mask.sum()))
+    runtime.pulse.at("the step")
     loss_sum, load = torch.zeros((), dtype=torch.float64, device=runtime.device), Load()
     for index, micro in enumerate(micro_batches(batch, layout.micro_batch_size, runtime.device)):
         losses = engine.model(*micro)

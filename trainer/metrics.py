@@ -24,6 +24,8 @@ class Reporter:
         self._begin = time.perf_counter()
         self._console = Console(file=sys.stdout, highlight=False)
         self._progress: Progress | None = None
+        counts = run.events.counts() if active else ""
+        self._before = f"  ({counts} so far)" if counts else ""
         if not active:
             return
         run.path.mkdir(parents=True, exist_ok=True)
@@ -81,6 +83,7 @@ class Reporter:
         line = (
             f"loss {loss}  grad norm {norm}  lr {row['lr']:.2e}  "
             f"{row['tokens_per_second']:,.0f} tokens/s  MFU {row['mfu']:.1%}  {self._left(row['step'])} left"
+            f"{self._before}"
         )
         if self._progress is not None:
             self._progress.update(self._task, completed=row["step"], line=line)

@@ -20,6 +20,7 @@ import yaml
 
 from common.errors import UserError
 from common.files import atomic_write, hash_json, next_numbered
+from common.ranks import attempt
 from trainer.config import TrainingConfig
 from trainer.layout import Layout
 from trainer.rundata import RunData
@@ -51,6 +52,8 @@ def record_start(
     hosts = [rank[0] for rank in ranks]
     if not runtime.is_main:
         return
+    counts = {host: hosts.count(host) for host in sorted(set(hosts))}
+    run.events.record("start", attempt=attempt(), ranks=runtime.world_size, hosts=counts, step=step)
     folder = next_numbered(run.path / "starts")
     commit, diff = _git("rev-parse", "HEAD"), _git("diff", "HEAD")
     record = {
@@ -63,7 +66,7 @@ def record_start(
         "python": platform.python_version(),
         "platform": platform.platform(),
         "versions": {name: _version(name) for name in _PACKAGES},
-        "hosts": {host: hosts.count(host) for host in sorted(set(hosts))},
+        "hosts": counts,
         "device": str(runtime.device),
         "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
         "world_size": runtime.world_size,

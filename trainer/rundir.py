@@ -31,13 +31,20 @@ _FREE = (
     "train.compile",
     "train.deterministic",
     "train.max_skipped_steps",
+    "train.max_hours",
+    "train.hang_minutes",
     "train.sample_prompt",
     "parallel.",
     "checkpoint.",
     "eval.",
     "log.",
+    "launch.",
 )
 COMMIT = "COMMIT"
+
+
+class InUse(UserError):
+    """Another start of the run is going on."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +67,21 @@ class RunDirectory:
     def events(self) -> EventLog:
         """What happened to the run: starts, resumes, saves, stops and faults."""
         return EventLog(self.path / "events.jsonl")
+
+    @property
+    def outcome_file(self) -> Path:
+        """What the last start came to; absent while one goes on."""
+        return self.path / "outcome.json"
+
+    @property
+    def lock_file(self) -> Path:
+        """Held by the start that is going on."""
+        return self.path / ".lock"
+
+    @property
+    def logs(self) -> Path:
+        """Output of ranks above 0, and stacks of ranks that hung."""
+        return self.path / "logs"
 
     @property
     def sample_file(self) -> Path:
@@ -133,13 +155,13 @@ class RunDirectory:
         """Keep other starts of the run out of the directory for as long as this one goes on.
 
         Raises:
-            UserError: another start is going on.
+            InUse: another start is going on.
         """
         with contextlib.ExitStack() as stack:
             try:
-                stack.enter_context(locked(self.path / ".lock", wait=False))
+                stack.enter_context(locked(self.lock_file, wait=False))
             except BlockingIOError:
-                raise UserError(
+                raise InUse(
                     f"{self.path} is in use by another start of this run; wait for it, or choose another run.name"
                 ) from None
             yield

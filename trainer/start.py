@@ -11,7 +11,7 @@ from trainer.config import TrainingConfig, as_this_version_writes, differences
 from trainer.exchange.initial import open_source
 from trainer.manifest import read_trainer_state, state_damage
 from trainer.rundata import RunData, batches_of
-from trainer.rundir import RunDirectory, find_checkpoint
+from trainer.rundir import RunDirectory, find_checkpoint, run_directory
 
 
 def starting_checkpoint(config: TrainingConfig, run: RunDirectory) -> Path | None:
@@ -33,6 +33,18 @@ def starting_checkpoint(config: TrainingConfig, run: RunDirectory) -> Path | Non
         return find_checkpoint(Path(config.checkpoint.resume).expanduser())
     except UserError as error:
         raise UserError(f"'checkpoint.resume': {error}") from None
+
+
+def evaluation_is_due(config: TrainingConfig, step: int) -> bool:
+    """Whether a run evaluates after update number `step`."""
+    return config.eval.batches > 0 and (step == config.train.steps or step % config.eval.every == 0)
+
+
+def owes_evaluation(config: TrainingConfig, run: RunDirectory, step: int) -> bool:
+    """Whether a checkpoint of the run's own was saved in place of the evaluation that was due, as a stop was asked."""
+    if step not in run.committed() or not evaluation_is_due(config, step):
+        return False
+    return not any(row["step"] == step and "eval_loss" in row for row in run.read_metrics())
 
 
 def check_start(config: TrainingConfig, run: RunDirectory, data: RunData) -> None:
@@ -100,7 +112,8 @@ def check_fits(folder: Path, state: dict[str, Any], config: TrainingConfig, mode
                 f"{folder} was trained with another {what} than this config gives now; "
                 f"restore the {what}, or start anew under another run.name"
             )
-    if state["step"] >= config.train.steps:
+    # The run's own is at the last step where its evaluation is what is left to do.
+    if state["step"] >= config.train.steps + (folder.parent == run_directory(config).checkpoints):
         raise UserError(
             f"{folder} has {state['step']} steps already and 'train.steps' is {config.train.steps}; "
             f"set train.steps to more, or choose another checkpoint"

@@ -15,6 +15,7 @@ import pytest
 from tests.gang import _free_port
 from tests.launch.commands import BIN, assert_refused, command, environment, tiny
 from tests.runs import TINY
+from trainer.rundir import RunDirectory
 
 # Python runs a `sitecustomize` at its start: this one lets rank 1 fail inside the loop, where rank 0 waits for it.
 _HOOK = """
@@ -81,6 +82,10 @@ class _Failure:
         # The earlier report is the cause, unless there is bad input.
         ({0: 1, 1: 1}, {1: (1, "boom\n"), 0: (1, "lost peer\n")}, (1, "boom\ngramian: rank 1")),
         ({0: 1, 1: 2}, {0: (1, "lost peer\n"), 1: (2, "gramian [rank 1]: bad")}, (2, "gramian [rank 1]: bad")),
+        # They were told to stop, and one of them was slower to go.
+        ({0: 75, 1: -signal.SIGKILL}, {0: (75, "gramian: stopped")}, (75, "gramian: stopped")),
+        # A rank that hangs is ended by the launcher; the one that names it tells.
+        ({0: 70, 1: -signal.SIGKILL}, {0: (70, "gramian: no progress")}, (70, "gramian: no progress")),
         # Workers that ended before they could report, as an interpreter does that does not find a module.
         ({1: 1}, {}, (1, "gramian: rank 1 failed with exit code 1")),
     ],
@@ -88,16 +93,18 @@ class _Failure:
 def test_which_failure_is_told(
     tmp_path: Path, exits: dict[int, int], reports: dict[int, tuple[int, str]], expected: tuple[int, str]
 ) -> None:
-    from launch.local import _first_failure
+    from launch.local import _judge
 
     for moment, (rank, (code, message)) in enumerate(reports.items()):
         file = tmp_path / "run" / "attempt_0" / str(rank) / "error.json"
         file.parent.mkdir(parents=True)
         file.write_text(json.dumps({"message": message, "exit_code": code}))
         os.utime(file, ns=(moment, moment))
-    message, code = _first_failure(tmp_path, {rank: _Failure(code) for rank, code in exits.items()})  # type: ignore[misc]
-    assert code == expected[0]
-    assert message.startswith(expected[1])
+    ended = _judge(tmp_path, 0, {rank: _Failure(code) for rank, code in exits.items()}, None)  # type: ignore[misc]
+    assert ended.exit_code == expected[0]
+    assert ended.message.startswith(expected[1])
+    # Without a run nobody knows of steps made: only what died or hung may do better.
+    assert ended.retry == (ended.exit_code == 70 or "ended by SIGKILL" in ended.message)
 
 
 def _children(pid: int) -> list[int]:
@@ -108,7 +115,7 @@ def _children(pid: int) -> list[int]:
 @pytest.mark.usefixtures("trained")
 @pytest.mark.parametrize("processes", [1, 2])
 def test_ctrl_c(corpus: Path, tmp_path: Path, processes: int) -> None:
-    """One line, the exit code of an interrupt, no worker left; the committed checkpoint stays."""
+    """One line and the exit code of what is to go on, no worker left; the steps that were made are saved."""
     words = tiny(corpus, tmp_path, "--nproc", str(processes), "train.steps=100000", "checkpoint.every=2")
     words += ["eval.batches=0", "log.every=1000"]
     # A shell's background jobs ignore the signal, and what they start would too.
@@ -122,9 +129,10 @@ def test_ctrl_c(corpus: Path, tmp_path: Path, processes: int) -> None:
         workers = _children(process.pid) if processes > 1 else []
         process.send_signal(signal.SIGINT)
         _, error = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert len(error.splitlines()) == 1, error
-    assert error.startswith("gramian: ")
+    assert process.returncode == 75
+    step = max(RunDirectory(tmp_path / "tiny").committed())
+    assert error == f"gramian: interrupted: saved at step {step}; the same command goes on\n"
+    assert json.loads((tmp_path / "tiny" / "outcome.json").read_text())["outcome"] == "requeue"
     assert len(workers) >= processes - 1
     for pid in workers:
         with pytest.raises(ProcessLookupError):

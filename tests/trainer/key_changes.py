@@ -195,6 +195,7 @@ CHANGES: dict[str, Change] = {
     "train.on_spike": Change(ALL, SPIKES),
     "train.max_roll_backs": between("1", "2", needs=(*SPIKES, "train.on_spike=roll_back")),
     "train.sample_prompt": Change((UNSET, "abc", "xyz")),
+    "train.max_hours": to("1e-9"),
     "parallel.engine": Change(ALL, world=2),
     "parallel.dp_replicate": to("2", world=2),
     "parallel.dp_shard": to("1", world=2),  # with one replica, two ranks are then one too many
@@ -224,5 +225,7 @@ EXCEPTIONS: dict[str, str] = {
     "checkpoint.max_failures": "no config makes saves fail (test_saving.py lets them, and counts)",
     "parallel.tp_across_nodes": "it permits a layout over several machines, and tests have one "
     "(test_tensor_parallel.py tells the two values apart)",
+    "train.hang_minutes": "it acts on processes that hang, and ends them (tests/launch/test_kills.py)",
+    "launch.max_restarts": "it acts on processes that died, and on the launcher (tests/launch/test_kills.py)",
     "data.tokenizer.kind": "each kind has keys of its own (vocab_size, path), so it cannot change alone",
 }

@@ -1,0 +1,151 @@
+"""torch elastic's agent, with what it lacks: it passes a signal on once and waits for the save, lets workers end by
+themselves, and restarts them only where that may help."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple
+
+import torch.distributed.elastic.rendezvous.registry as rendezvous
+from torch.distributed.elastic.agent.server import WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+
+from trainer.stop import SIGNALS, Repeats
+
+# For what the other workers do when one has ended: reports, stacks, a checkpoint that needs only its last file.
+_SECONDS_AFTER_A_DEATH = 10.0
+
+
+class Ended(NamedTuple):
+    """How a gang of workers ended, for want of success."""
+
+    rank: int  # that ended first
+    how: str  # the signal, hang, or exit code
+    message: str  # to tell
+    exit_code: int  # of the command
+    retry: bool  # whether another attempt may do better
+
+
+Judge = Callable[[int, Mapping[int, ProcessFailure]], Ended]
+
+
+class Agent(LocalElasticAgent):
+    """Starts workers, and starts them anew for as long as `judge` says so and `max_restarts` lets it."""
+
+    def __init__(
+        self, words: list[str], nproc: int, logs: Path, max_restarts: int, judge: Judge, restarting: Callable[..., None]
+    ) -> None:
+        """Args: see `launch.local.start_workers`.
+
+        Args:
+            judge: told the number of the attempt and the failures, says what they come to.
+            restarting: called with how the attempt ended, the number of the next, and how many there may be.
+        """
+        run_id = f"gramian-{os.getpid()}"
+        meeting = RendezvousParameters(
+            backend="c10d",
+            endpoint="127.0.0.1:0",
+            run_id=run_id,
+            min_nodes=1,
+            max_nodes=1,
+            local_addr="127.0.0.1",  # the host's own name may not resolve
+        )
+        spec = WorkerSpec(
+            role="default_role",
+            local_world_size=nproc,
+            entrypoint=sys.executable,
+            args=("-P", *words),  # -P keeps the working directory off the workers' path
+            rdzv_handler=rendezvous.get_rendezvous_handler(meeting),
+            max_restarts=max_restarts,
+            monitor_interval=0.1,
+            local_addr="127.0.0.1",
+        )
+        redirects = dict.fromkeys(range(1, nproc), Std.ALL)
+        super().__init__(spec, logs_specs=DefaultLogsSpecs(log_dir=str(logs), redirects=redirects))
+        self._judge, self._restarting = judge, restarting
+        self._repeats = Repeats()
+        self.ended: Ended | None = None
+
+    @property
+    def stopped_by(self) -> signal.Signals | None:
+        """The signal that was passed on, if any."""
+        return None if self._repeats.first is None else signal.Signals(self._repeats.first)
+
+    def heed_signals(self) -> None:
+        """From now on pass signals on, once; the second one ends everything."""
+        os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ""  # torch's handlers would end the workers within 30 seconds
+        for number in SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number: int, _: FrameType | None) -> None:
+        first = self._repeats.first is None
+        if self._repeats.ends_at_once(number):
+            for process in self._running():
+                os.killpg(process.pid, signal.SIGKILL)
+            os.write(2, f"gramian: ended at once by {signal.Signals(number).name}, without a save\n".encode())
+            os._exit(128 + number)
+        if first:
+            self._pass_on(number)
+
+    def _pass_on(self, number: int) -> None:
+        """To the workers alone, and not to what these have started."""
+        for process in self._running():
+            process.send_signal(number)
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
+        started: dict[int, int] = super()._start_workers(worker_group)
+        if self._repeats.first is not None:  # it came while there were none
+            self._pass_on(self._repeats.first)
+        return started
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        if any(process.poll() for process in self._processes()):
+            self._let_the_rest_end()
+        result = super()._monitor_workers(worker_group)
+        if result.state is WorkerState.FAILED:
+            attempt = worker_group.spec.max_restarts - self._remaining_restarts
+            self.ended = self._judge(attempt, result.failures)
+            if self._repeats.first is not None or not self.ended.retry:
+                self._remaining_restarts = 0
+            elif self._remaining_restarts:
+                self._restarting(self.ended, attempt + 1, worker_group.spec.max_restarts)
+        return result
+
+    def _let_the_rest_end(self) -> None:
+        """One has failed: the others have some seconds, but for those that a signal has stopped and that do nothing."""
+        deadline = time.monotonic() + _SECONDS_AFTER_A_DEATH
+        while (running := self._running()) and time.monotonic() < deadline:
+            for process in running:
+                if _is_stopped(process.pid):
+                    process.kill()
+            time.sleep(0.05)
+        for process in self._running():
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait(_SECONDS_AFTER_A_DEATH)
+
+    def _processes(self) -> list[subprocess.Popen[bytes]]:
+        handlers = getattr(self._pcontext, "subprocess_handlers", {})
+        return [handler.proc for handler in handlers.values()]
+
+    def _running(self) -> list[subprocess.Popen[bytes]]:
+        return [process for process in self._processes() if process.poll() is None]
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a process is stopped, as by SIGSTOP."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+    except OSError:
+        return False
