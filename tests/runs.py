@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -80,6 +81,17 @@ def started(overrides: list[str]) -> Iterator[Started]:
 def losses_and_norms(run: RunDirectory) -> list[tuple[float, float]]:
     """Loss and gradient norm of every logged step."""
     return [(row["loss"], row["grad_norm"]) for row in run.read_metrics() if "loss" in row]
+
+
+def stopped(run: RunDirectory, name: str, after: int) -> RunDirectory:
+    """A copy of a run, under another name, as it was when the checkpoint of that step was its newest."""
+    copy = RunDirectory(Path(shutil.copytree(run.path, run.path.with_name(name))))
+    for step in copy.committed():
+        if step > after:
+            shutil.rmtree(copy.checkpoint(step))
+    text = copy.config_file.read_text(encoding="utf-8")
+    copy.config_file.write_text(text.replace(f"name: {run.path.name}\n", f"name: {name}\n"), encoding="utf-8")
+    return copy
 
 
 def relative_difference(a: float, b: float) -> float:

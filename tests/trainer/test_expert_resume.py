@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 
 from tests.experts import KINDS, LAYOUTS, SMALL
 from tests.gang import Gang
-from tests.runs import TINY, losses_and_norms, read_state, relative_difference, started, train_worker
+from tests.runs import TINY, losses_and_norms, read_state, relative_difference, started, stopped, train_worker
 from trainer.rundir import RunDirectory
 
 STEPS, HALF = 6, 3
@@ -38,10 +37,7 @@ class Runs:
     def resumed(self, source: str, target: str) -> RunDirectory:
         """The run that was stopped after the checkpoint in its middle, and went on at another layout."""
         name = f"{source}-to-{target}"
-        run = RunDirectory(self.folder / name)
-        shutil.copytree(self.unbroken(source).path, run.path)
-        shutil.rmtree(run.checkpoint(STEPS))
-        run.config_file.write_text(run.config_file.read_text().replace(f"name: {source}\n", f"name: {name}\n"))
+        stopped(self.unbroken(source), name, HALF)
         return self.train(name, target)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 import statistics
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -16,7 +15,7 @@ import torch
 
 from common.errors import UserError
 from tests.gang import Gang
-from tests.runs import TINY, read_state, train_worker
+from tests.runs import TINY, read_state, stopped, train_worker
 from tests.trainer.poison import an_infinite_gradient
 from trainer.config import load_config
 from trainer.health import Health
@@ -81,11 +80,7 @@ def test_a_bad_gradient_on_one_rank_skips_one_step_on_all(train: Callable[..., R
     assert [row.get("skipped_steps", 0) for row in rows(run)] == [0, 0, 0, 1, 1, 1, 1, 1]
     assert [(e["step"], e["grad_norm"]) for e in run.events.read() if e["event"] == "skip"] == [(4, None)]
 
-    again = RunDirectory(run.path.with_name("again"))
-    shutil.copytree(run.path, again.path)
-    again.config_file.write_text(again.config_file.read_text().replace("unbroken", "again"))
-    for step in (6, 7, 8):
-        shutil.rmtree(again.checkpoint(step))
+    again = stopped(run, "again", 5)
     train("again", "none", [], *keys)
     assert same(again.checkpoint(8), run.checkpoint(8))
     assert [row.get("skipped_steps", 0) for row in rows(again)] == [0, 0, 0, 1, 1, 1, 1, 1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 
 from tests.experts import KINDS, SMALL
 from tests.gang import Gang
-from tests.runs import TINY, losses_and_norms, read_state, started, train_worker
+from tests.runs import TINY, losses_and_norms, read_state, started, stopped, train_worker
 from tests.trainer.test_certify import certified
 from trainer.certify.findings import Finding
 from trainer.rundir import RunDirectory
@@ -165,10 +164,7 @@ def test_saved_on_two_ranks_and_resumed_on_any(gang: Gang, paragraphs: Path, tmp
     assert f"optim.blocks.0.attention.wq.weight.{'momentum' if rule == 'muon' else 'step'}" in saved
     for world in (1, 2, 3, 4):
         name = f"on-{world}"
-        shutil.copytree(unbroken.path, tmp_path / name)
-        run = RunDirectory(tmp_path / name)
-        shutil.rmtree(run.checkpoint(7))
-        run.config_file.write_text(run.config_file.read_text().replace("name: unbroken\n", f"name: {name}\n"))
+        stopped(unbroken, name, 4)
         resumed = _train(gang, keys, tmp_path, name, world)
         ours, theirs = losses_and_norms(resumed)[-3:], losses_and_norms(unbroken)[-3:]
         if world == 2:

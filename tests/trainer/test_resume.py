@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.gang import Gang
-from tests.runs import TINY, losses_and_norms, read_state, train_worker, worst_difference
+from tests.runs import TINY, losses_and_norms, read_state, stopped, train_worker, worst_difference
 from trainer.rundir import RunDirectory
 
 STEPS, HALF = 12, 6
@@ -59,20 +59,12 @@ def unbroken(tiny: Tiny) -> Callable[[str], RunDirectory]:
     return run
 
 
-def stopped_halfway(run: RunDirectory, name: str) -> None:
-    """A copy of a finished run, under another name, as it was when only its first checkpoint was committed."""
-    copy = RunDirectory(run.path.with_name(name))
-    shutil.copytree(run.path, copy.path)
-    shutil.rmtree(copy.checkpoint(STEPS))
-    copy.config_file.write_text(copy.config_file.read_text().replace(run.path.name, name))
-
-
 # HSDP in CI with the key that makes it slower, as other layouts are to the bit without it.
 @pytest.mark.parametrize(
     "layout", ["ddp2", "fsdp4", pytest.param("hsdp2x2", marks=pytest.mark.verify), "hsdp2x2-deterministic"]
 )
 def test_resume_at_the_same_layout_is_bitwise(tiny: Tiny, unbroken: Callable[[str], RunDirectory], layout: str) -> None:
-    stopped_halfway(unbroken(layout), f"again-{layout}")
+    stopped(unbroken(layout), f"again-{layout}", HALF)
     resumed = tiny(f"again-{layout}", layout)
     assert losses_and_norms(resumed) == losses_and_norms(unbroken(layout))
     ours, theirs = read_state(resumed.checkpoint(STEPS)), read_state(unbroken(layout).checkpoint(STEPS))
@@ -89,7 +81,7 @@ def test_resume_at_another_layout(
     tiny: Tiny, unbroken: Callable[[str], RunDirectory], source: str, target: str
 ) -> None:
     """Losses and norms of all steps agree with the unbroken run to 1e-5; the metrics hold each step once."""
-    stopped_halfway(unbroken(source), f"{source}-to-{target}")
+    stopped(unbroken(source), f"{source}-to-{target}", HALF)
     resumed = tiny(f"{source}-to-{target}", target)
     steps = [row["step"] for row in resumed.read_metrics() if "loss" in row]
     assert steps == list(range(1, STEPS + 1))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import yaml
 from common.errors import UserError
 from tests.datasets import make_dataset, random_texts
 from tests.gang import Gang
-from tests.runs import losses_and_norms, read_state, relative_difference, train_worker
+from tests.runs import losses_and_norms, read_state, relative_difference, stopped, train_worker
 from trainer.config import TrainingConfig, load_config
 from trainer.layout import plan_layout
 from trainer.loop import learning_rate
@@ -117,16 +116,6 @@ def by_ranks(gang: Gang, folder: Path) -> dict[int, list[list[Any]]]:
     return {world: run_fed(gang, folder, world, f"ranks-{world}") for world in (2, 4)}
 
 
-def stopped(folder: Path, source: str, stop: int) -> RunDirectory:
-    """A copy of a finished run, under another name, as it was after a step."""
-    name = f"{source}-stopped-{stop}"
-    run = RunDirectory(Path(shutil.copytree(folder / source, folder / name)))
-    for step in range(stop + 1, STEPS + 1):
-        shutil.rmtree(run.checkpoint(step))
-    run.config_file.write_text(run.config_file.read_text().replace(f"name: {source}\n", f"name: {name}\n"))
-    return run
-
-
 @pytest.mark.parametrize("world", [2, 4])
 def test_any_number_of_ranks_is_fed_the_same_samples(
     folder: Path, whole: list[list[Any]], by_ranks: dict[int, list[list[Any]]], world: int
@@ -163,7 +152,7 @@ def test_resumed_on_two_ranks_after_four_is_fed_the_rest(
     gang: Gang, folder: Path, whole: list[list[Any]], stop: int
 ) -> None:
     """Within the first stage, exactly at its end, and within the second."""
-    run = stopped(folder, "ranks-4", stop)
+    run = stopped(RunDirectory(folder / "ranks-4"), f"ranks-4-stopped-{stop}", stop)
     expected = losses_and_norms(run)
     assert len(expected) == STEPS
     assert run_fed(gang, folder, 2, run.path.name) == whole[stop:]
@@ -179,7 +168,7 @@ def test_resumed_on_two_ranks_after_four_is_fed_the_rest(
 def test_resumed_at_the_same_layout_is_bitwise(gang: Gang, folder: Path) -> None:
     unbroken = RunDirectory(folder / "ranks-2")
     expected, state = losses_and_norms(unbroken), read_state(unbroken.checkpoint(STEPS))
-    run = stopped(folder, "ranks-2", FIRST_STAGE)
+    run = stopped(RunDirectory(folder / "ranks-2"), f"ranks-2-stopped-{FIRST_STAGE}", FIRST_STAGE)
     assert len(run_fed(gang, folder, 2, run.path.name)) == STEPS - FIRST_STAGE
     assert losses_and_norms(run) == expected
     again = read_state(run.checkpoint(STEPS))
