@@ -183,7 +183,8 @@ class Checkpointer:
                 failure = self._agree(lambda: self._commit(folder, gathered, trainer_state, tokenizer))
             self._failures = [] if failure is None else [*self._failures, failure]
             if self._runtime.is_main:
-                self._tell(folder, step, failure, time.perf_counter() - begin, stall)
+                seconds = time.perf_counter() - begin
+                _attempt(lambda: self._tell(folder, step, failure, seconds, stall))  # which is worth no run
         except BaseException as error:  # ranks could not speak, so that they may not agree
             self._fault = error
 

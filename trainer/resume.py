@@ -110,18 +110,17 @@ def _choose(config: TrainingConfig, run: RunDirectory, runtime: Runtime) -> Path
         folder: Path | None = choice[0]
         if isinstance(folder, UserError):
             raise folder
-        if folder is None or folder.parent != run.checkpoints:
-            return folder
-        found = damage_seen_by_all(folder, runtime)
+        own = folder is not None and folder.parent == run.checkpoints
+        found = damage_seen_by_all(folder, runtime) if own and folder is not None else {}
         if runtime.is_main:
-            _tell_what_is_passed_over(run, folder, found)
+            _tell_what_is_passed_over(run, folder if own else None, found)
         if not found:
             return folder
 
 
-def _tell_what_is_passed_over(run: RunDirectory, folder: Path, found: dict[str, str]) -> None:
-    """On rank 0: put `folder` aside if anything was `found` damaged; else name the torn ones that are newer."""
-    step = next(step for step, saved in run.saved().items() if saved == folder)
+def _tell_what_is_passed_over(run: RunDirectory, folder: Path | None, found: dict[str, str]) -> None:
+    """On rank 0: put `folder` aside if anything was `found` damaged; else name what was never committed."""
+    step = next((step for step, saved in run.saved().items() if saved == folder), -1)
     if found:
         aside = run.put_aside(step)
         files = ", ".join(f"{name} {what}" for name, what in sorted(found.items()))

@@ -196,8 +196,16 @@ def test_torn_ones_and_changed_keys_are_told(gang: Gang, run: RunDirectory, word
     assert code == 0
     changed = "optim.lr is 0.5, was 0.001"
     assert [line for line in out.splitlines() if "not as in" in line] == [f"  not as in that checkpoint: {changed}"]
-    (event,) = (e for e in RunDirectory(tmp_path / "new" / "tiny").events.read() if e["event"] == "resume")
+    new = RunDirectory(tmp_path / "new" / "tiny")
+    (event,) = (event for event in new.events.read() if event["event"] == "resume")
     assert (event["step"], event["changed"], event["fresh_optimizer"]) == (2, [changed], False)
+    for folder in new.saved().values():
+        (folder / "COMMIT").unlink()
+    (_, out, warnings), _ = gang.run(
+        told, [*words, f"run.dir={tmp_path / 'new'}", "optim.lr=0.5", "train.steps=1"], world=2
+    )
+    assert "resumed from" not in out  # no save was ever whole, so that the beginning is where it goes on
+    assert [line.split()[0] for line in warnings.splitlines()] == [str(new.checkpoint(step)) for step in (3, 4)]
 
 
 class Malicious:
