@@ -63,7 +63,7 @@ class Launched:
                 found[int(variables["RANK"])] = pid
         return found
 
-    def until(self, condition: Callable[[], Any], seconds: float = 60) -> Any:
+    def until(self, condition: Callable[[], Any], seconds: float = 120) -> Any:
         """Wait for something to be so; whether it came before the command ended."""
         deadline = time.monotonic() + seconds
         while not (result := condition()):
