@@ -78,6 +78,7 @@ class Agent(LocalElasticAgent):
         self._repeats = Repeats()
         self._killed: set[int] = set()  # processes that we ended: they are no cause
         self.attempt = 0
+        self.cut_off = False  # a worker was ended by the signal that was passed on, before it could heed it
         self.ended: Ended | None = None
 
     @property
@@ -120,6 +121,8 @@ class Agent(LocalElasticAgent):
         result = super()._monitor_workers(worker_group)
         if result.state is WorkerState.FAILED:
             self.attempt = worker_group.spec.max_restarts - self._remaining_restarts
+            ended_by = self._repeats.first or 0
+            self.cut_off = any(f.exitcode in (-ended_by, 128 + ended_by) for f in result.failures.values())
             causes = {rank: f for rank, f in result.failures.items() if f.pid not in self._killed}
             self.ended = self._judge(self.attempt, causes or result.failures)
             if self._repeats.first is not None or not self.ended.retry:

@@ -72,7 +72,7 @@ def start_workers(
     ended = agent.ended
     assert ended is not None
     message, exit_code = ended.message, ended.exit_code
-    if agent.stopped_by is not None and exit_code not in (EXIT_BAD_INPUT, EXIT_REQUEUE):
+    if agent.stopped_by is not None and agent.cut_off and exit_code not in (EXIT_BAD_INPUT, EXIT_REQUEUE):
         message = f"gramian: stopped by {agent.stopped_by.name}, and with it all workers"
         # What workers had not begun to train, or had finished but for a sample, is lost with nothing to save.
         exit_code = EXIT_REQUEUE if run is not None else 128 + agent.stopped_by

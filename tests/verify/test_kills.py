@@ -22,6 +22,7 @@ COMMAND = "pytest -m verify tests/verify/test_kills.py"
 def test_whoever_is_killed(corpus: Path, tmp_path: Path) -> None:
     """The run goes on by itself from a whole checkpoint, and ends with the bits of one that was not killed."""
     unbroken = Launched(corpus, tmp_path, "unbroken").start()
+    assert unbroken.until(unbroken.workers, 600)
     begin = time.monotonic()
     assert unbroken.process.wait(600) == 0, unbroken.output
     seconds = time.monotonic() - begin
@@ -57,7 +58,7 @@ def _killed(
     """Kill until nothing is left to kill, or the run has come to its end; how often it was workers."""
     elastic = 0
     while left and launched.until(launched.workers, 600):
-        time.sleep(generator.uniform(0.0, 0.5 * seconds))
+        time.sleep(generator.uniform(0.0, 0.95 * seconds))
         saved = launched.committed()
         if not launched.kill(left[-1], generator):
             break
