@@ -22,7 +22,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
-from trainer.stop import SIGNALS, Repeats
+from trainer.stop import Repeats, heeded_signals
 
 # For what the other workers do when one has ended: reports, stacks, a checkpoint that needs only its last file.
 _SECONDS_AFTER_A_DEATH = 10.0
@@ -88,10 +88,9 @@ class Agent(LocalElasticAgent):
 
     def heed_signals(self) -> None:
         """From now on pass signals on, once; the second one ends everything."""
-        os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ""  # torch's handlers would end the workers within 30 seconds
-        for number in SIGNALS:
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, self._on_signal)
+        os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ""  # torch's handlers give the workers 30 seconds
+        for number in heeded_signals():
+            signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         first = self._repeats.first is None

@@ -37,6 +37,7 @@ class Launched:
         self._output = folder / f"{name}.txt"
         self.run = RunDirectory(folder / name)
         self.process: subprocess.Popen[bytes]
+        self.stopped_at = 0.0
 
     def start(self) -> Launched:
         """Start the command, as a user would after whatever happened."""

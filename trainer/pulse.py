@@ -137,12 +137,13 @@ class _Watch(threading.Thread):
 
     def _end(self, beat: dict[str, Any]) -> None:
         """Leave stacks, tell once for the gang, and be gone, so that the launcher can begin anew."""
-        self._logs.mkdir(parents=True, exist_ok=True)
         name = f"hang-attempt-{attempt()}-step-{beat['step']:08d}-rank-{self._rank}"
-        with open(self._logs / f"{name}.txt", "a", encoding="utf-8") as file:
-            faulthandler.dump_traceback(file)
-        if recorded := _flight_record():
-            (self._logs / f"{name}.json").write_text(recorded, encoding="utf-8")
+        with contextlib.suppress(OSError):
+            self._logs.mkdir(parents=True, exist_ok=True)
+            with open(self._logs / f"{name}.txt", "a", encoding="utf-8") as file:
+                faulthandler.dump_traceback(file)
+            if recorded := _flight_record():
+                (self._logs / f"{name}.json").write_text(recorded, encoding="utf-8")
         if self._asked(self._store.add, "hang", 1) in (1, None):
             beats = self._asked(self._beats, beat)
             if beats is None:
