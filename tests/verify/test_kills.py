@@ -55,10 +55,18 @@ def test_whoever_is_killed(corpus: Path, tmp_path: Path) -> None:
 def _killed(
     launched: Launched, left: list[str], kills: list[dict[str, Any]], seconds: float, generator: random.Random
 ) -> int:
-    """Kill until nothing is left to kill, or the run has come to its end; how often it was workers."""
+    """Kill until nothing is left to kill, or the run has come to its end; how often it was workers.
+
+    Every other kill waits for a checkpoint, so that not all fall on the start.
+    """
     elastic = 0
     while left and launched.until(launched.workers, 600):
-        time.sleep(generator.uniform(0.0, 0.95 * seconds))
+        saved = launched.committed()
+        if len(kills) % 2:
+            launched.until(lambda saved=saved: launched.committed() > saved, 600)  # type: ignore[misc]
+            time.sleep(generator.uniform(0.0, 0.2 * seconds))
+        else:
+            time.sleep(generator.uniform(0.0, 0.95 * seconds))
         saved = launched.committed()
         if not launched.kill(left[-1], generator):
             break
