@@ -3,6 +3,7 @@ themselves, and restarts them only where that may help."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -21,7 +22,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
-from trainer.stop import SIGNALS, Repeats
+from trainer.stop import Repeats, heeded_signals
 
 # For what the other workers do when one has ended: reports, stacks, a checkpoint that needs only its last file.
 _SECONDS_AFTER_A_DEATH = 10.0
@@ -75,6 +76,9 @@ class Agent(LocalElasticAgent):
         super().__init__(spec, logs_specs=DefaultLogsSpecs(log_dir=str(logs), redirects=redirects))
         self._judge, self._restarting = judge, restarting
         self._repeats = Repeats()
+        self._killed: set[int] = set()  # processes that we ended: they are no cause
+        self.attempt = 0
+        self.cut_off = False  # a worker was ended by the signal that was passed on, before it could heed it
         self.ended: Ended | None = None
 
     @property
@@ -84,16 +88,15 @@ class Agent(LocalElasticAgent):
 
     def heed_signals(self) -> None:
         """From now on pass signals on, once; the second one ends everything."""
-        os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ""  # torch's handlers would end the workers within 30 seconds
-        for number in SIGNALS:
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, self._on_signal)
+        os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ""  # torch's handlers give the workers 30 seconds
+        for number in heeded_signals():
+            signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         first = self._repeats.first is None
         if self._repeats.ends_at_once(number):
             for process in self._running():
-                os.killpg(process.pid, signal.SIGKILL)
+                self._kill(process)
             os.write(2, f"gramian: ended at once by {signal.Signals(number).name}, without a save\n".encode())
             os._exit(128 + number)
         if first:
@@ -106,6 +109,7 @@ class Agent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
         started: dict[int, int] = super()._start_workers(worker_group)
+        self.heed_signals()  # an older torch puts its own in their place
         if self._repeats.first is not None:  # it came while there were none
             self._pass_on(self._repeats.first)
         return started
@@ -115,12 +119,15 @@ class Agent(LocalElasticAgent):
             self._let_the_rest_end()
         result = super()._monitor_workers(worker_group)
         if result.state is WorkerState.FAILED:
-            attempt = worker_group.spec.max_restarts - self._remaining_restarts
-            self.ended = self._judge(attempt, result.failures)
+            self.attempt = worker_group.spec.max_restarts - self._remaining_restarts
+            ended_by = self._repeats.first or 0
+            self.cut_off = any(f.exitcode in (-ended_by, 128 + ended_by) for f in result.failures.values())
+            causes = {rank: f for rank, f in result.failures.items() if f.pid not in self._killed}
+            self.ended = self._judge(self.attempt, causes or result.failures)
             if self._repeats.first is not None or not self.ended.retry:
                 self._remaining_restarts = 0
             elif self._remaining_restarts:
-                self._restarting(self.ended, attempt + 1, worker_group.spec.max_restarts)
+                self._restarting(self.ended, self.attempt + 1, worker_group.spec.max_restarts)
         return result
 
     def _let_the_rest_end(self) -> None:
@@ -129,10 +136,16 @@ class Agent(LocalElasticAgent):
         while (running := self._running()) and time.monotonic() < deadline:
             for process in running:
                 if _is_stopped(process.pid):
-                    process.kill()
+                    self._kill(process)
             time.sleep(0.05)
         for process in self._running():
-            os.killpg(process.pid, signal.SIGKILL)
+            self._kill(process)
+
+    def _kill(self, process: subprocess.Popen[bytes]) -> None:
+        """End a worker and what it has started."""
+        self._killed.add(process.pid)
+        os.killpg(process.pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it may be in the kernel, with a dead device
             process.wait(_SECONDS_AFTER_A_DEATH)
 
     def _processes(self) -> list[subprocess.Popen[bytes]]:

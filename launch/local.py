@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import shlex
 import signal
 import sys
@@ -71,12 +72,12 @@ def start_workers(
     ended = agent.ended
     assert ended is not None
     message, exit_code = ended.message, ended.exit_code
-    if agent.stopped_by is not None and exit_code not in (EXIT_BAD_INPUT, EXIT_REQUEUE):
+    if agent.stopped_by is not None and agent.cut_off and exit_code not in (EXIT_BAD_INPUT, EXIT_REQUEUE):
         message = f"gramian: stopped by {agent.stopped_by.name}, and with it all workers"
         # What workers had not begun to train, or had finished but for a sample, is lost with nothing to save.
         exit_code = EXIT_REQUEUE if run is not None else 128 + agent.stopped_by
     if run is not None:
-        write_outcome(run, outcome_of(exit_code), message.strip().splitlines()[-1].removeprefix("gramian: "))
+        write_outcome(run, outcome_of(exit_code), _reason(message), agent.attempt)
     print(message, file=sys.stderr, flush=True)
     raise SystemExit(exit_code)
 
@@ -122,6 +123,12 @@ def _judge(logs: Path, attempt: int, failures: Mapping[int, ProcessFailure], run
 def ended_with_a_finding(logs: Path) -> bool:
     """Whether workers ended with a report that points to nothing in `logs`."""
     return any(json.loads(file.read_text(encoding="utf-8")).get("whole") for file in logs.glob("**/error.json"))
+
+
+def _reason(message: str) -> str:
+    """The line of a report that says what was wrong: of a traceback the last."""
+    lines = [line for line in message.strip().splitlines() if " failed with this error" not in line]
+    return re.sub(r"^gramian( \[rank \d+\])?: ", "", lines[-1]) if lines else message
 
 
 def _output(logs: Path, attempt: int, rank: int) -> str:

@@ -19,7 +19,7 @@ from trainer.config import load_config
 from trainer.layout import plan_layout
 from trainer.outcome import outcome_told
 from trainer.rundir import run_directory
-from trainer.stop import SIGNALS
+from trainer.stop import heeded_signals
 
 
 def run_train(config_path: str, overrides: list[str], nproc: int | None, dry_run: bool) -> None:
@@ -71,7 +71,7 @@ def _requeued_by_signals() -> Iterator[None]:
     def stop(number: int, _: FrameType | None) -> NoReturn:
         raise Requeue(f"stopped by {signal.Signals(number).name} before training; the same command goes on")
 
-    before = {number: signal.signal(number, stop) for number in SIGNALS}
+    before = {number: signal.signal(number, stop) for number in heeded_signals()}
     try:
         yield
     finally:

@@ -37,6 +37,7 @@ class Launched:
         self._output = folder / f"{name}.txt"
         self.run = RunDirectory(folder / name)
         self.process: subprocess.Popen[bytes]
+        self.stopped_at = 0.0
 
     def start(self) -> Launched:
         """Start the command, as a user would after whatever happened."""
@@ -63,7 +64,7 @@ class Launched:
                 found[int(variables["RANK"])] = pid
         return found
 
-    def until(self, condition: Callable[[], Any], seconds: float = 60) -> Any:
+    def until(self, condition: Callable[[], Any], seconds: float = 120) -> Any:
         """Wait for something to be so; whether it came before the command ended."""
         deadline = time.monotonic() + seconds
         while not (result := condition()):

@@ -28,17 +28,20 @@ _EXIT_CODES: dict[Outcome, int] = {
 }
 
 
-def write_outcome(run: RunDirectory, outcome: Outcome, reason: str) -> None:
-    """Say how the start ends. A fault that follows from what was told already is not told; a run without a folder gets
-    none."""
-    if not run.path.is_dir() or (outcome == "fault" and run.outcome_file.exists()):
+def write_outcome(run: RunDirectory, outcome: Outcome, reason: str, of_attempt: int | None = None) -> None:
+    """Say how the start ends. A run without a folder gets none.
+
+    A fault that follows from what a rank has told already is not told. The launcher, which gives the number of the
+    attempt, knows better.
+    """
+    if not run.path.is_dir() or (outcome == "fault" and of_attempt is None and run.outcome_file.exists()):
         return
     record = {
         "outcome": outcome,
         "exit_code": _EXIT_CODES[outcome],
         "step": max(run.committed(), default=0),  # of the newest committed checkpoint
         "reason": reason,
-        "attempt": attempt(),
+        "attempt": attempt() if of_attempt is None else of_attempt,
         "time": round(time.time(), 3),
     }
     with contextlib.suppress(OSError):  # a full disk

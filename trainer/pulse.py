@@ -10,6 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,7 @@ class _Watch(threading.Thread):
         self._pulse, self._rank, self._world, self._limit = pulse, rank, world_size, limit
         self._logs, self._tell = logs, tell
         self._interval = min(5.0, limit / 10)
+        self._talk = ThreadPoolExecutor(1, "pulse")
         self._ended = threading.Event()
         # A connection of its own: the main thread may hold the other one while it waits.
         store: Any = dist.distributed_c10d._get_default_store()
@@ -120,6 +122,7 @@ class _Watch(threading.Thread):
         """The context is over."""
         self._ended.set()
         self.join()
+        self._talk.shutdown(wait=False, cancel_futures=True)
 
     def run(self) -> None:
         looked = time.monotonic()
@@ -127,40 +130,49 @@ class _Watch(threading.Thread):
             gap, looked = time.monotonic() - looked, time.monotonic()
             if gap > 3 * self._interval:  # this process was stopped, or its machine slept: nobody's fault
                 self._pulse.since += gap
-            try:
-                self._store.set(str(self._rank), json.dumps(self._pulse.beat()))
-                told = self._world > 1 and self._store.check(["hang"])
-            except RuntimeError:  # whoever keeps the store is gone, or hangs: what this rank sees is all it knows
-                told = False
+            told = self._asked(self._publish)
             beat = self._pulse.beat()
             if (told or beat["seconds"] > self._pulse.limit * self._limit) and not self._ended.is_set():
                 self._end(beat)
 
     def _end(self, beat: dict[str, Any]) -> None:
         """Leave stacks, tell once for the gang, and be gone, so that the launcher can begin anew."""
-        self._logs.mkdir(parents=True, exist_ok=True)
         name = f"hang-attempt-{attempt()}-step-{beat['step']:08d}-rank-{self._rank}"
-        with open(self._logs / f"{name}.txt", "a", encoding="utf-8") as file:
-            faulthandler.dump_traceback(file)
-        if recorded := _flight_record():
-            (self._logs / f"{name}.json").write_text(recorded, encoding="utf-8")
-        try:
-            first = self._store.add("hang", 1) == 1
-        except RuntimeError:
-            first = True
-        if first:
-            fault = whose_fault(self._beats(beat), self._rank, self._world, 4 * self._interval)
+        with contextlib.suppress(OSError):
+            self._logs.mkdir(parents=True, exist_ok=True)
+            with open(self._logs / f"{name}.txt", "a", encoding="utf-8") as file:
+                faulthandler.dump_traceback(file)
+            if recorded := _flight_record():
+                (self._logs / f"{name}.json").write_text(recorded, encoding="utf-8")
+        if self._asked(self._store.add, "hang", 1) in (1, None):
+            beats = self._asked(self._beats, beat)
+            if beats is None:
+                fault = f"rank 0, or who else keeps the ranks' store, does not answer, and rank {self._rank} is in "
+                fault += _place(beat)
+            else:
+                fault = whose_fault(beats, self._rank, self._world, 4 * self._interval)
             self._tell(f"no progress: {fault}; stacks are in {self._logs}", beat["step"])
             self._ended.wait(2 * self._interval)  # the others leave theirs
         os._exit(EXIT_HANG)
+
+    def _asked(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """What the store answers; None where whoever keeps it is gone, or hangs: nobody may wait for that."""
+        try:
+            return self._talk.submit(function, *arguments).result(timeout=max(1.0, self._interval))
+        except (RuntimeError, TimeoutError):
+            return None
+
+    def _publish(self) -> bool:
+        """Tell where this rank is; whether another has found that the gang hangs."""
+        self._store.set(str(self._rank), json.dumps(self._pulse.beat()))
+        return self._world > 1 and bool(self._store.check(["hang"]))
 
     def _beats(self, mine: dict[str, Any]) -> dict[int, dict[str, Any]]:
         """The last pulse of every rank that can be known."""
         beats = {self._rank: mine}
         for rank in range(self._world):
-            with contextlib.suppress(RuntimeError):
-                if rank != self._rank and self._store.check([str(rank)]):
-                    beats[rank] = json.loads(self._store.get(str(rank)))
+            if rank != self._rank and self._store.check([str(rank)]):
+                beats[rank] = json.loads(self._store.get(str(rank)))
         return beats
 
 

@@ -20,6 +20,11 @@ STARTED = "GRAMIAN_STARTED"  # when our launcher was started: restarts of worker
 _REPEAT_SECONDS = 5.0
 
 
+def heeded_signals() -> list[signal.Signals]:
+    """Those of `SIGNALS` that this process is to heed: what a shell made its background jobs ignore stays ignored."""
+    return [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+
+
 class Stopping(Exception):
     """All ranks have agreed to stop before what comes next."""
 
@@ -122,10 +127,8 @@ def heed_signals() -> Iterator[Stop]:
                 if number in SIGNALS:
                     stop.signalled(number)
 
-    # What a shell made its background jobs ignore stays ignored.
-    heeded = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, lambda *_: None) for number in heeded}
-    for number in heeded:
+    before = {number: signal.signal(number, lambda *_: None) for number in heeded_signals()}
+    for number in before:
         signal.siginterrupt(number, False)  # libraries need not know that a call can be interrupted
     descriptor = signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)
     thread = threading.Thread(target=read, name="signals", daemon=True)

@@ -16,6 +16,7 @@ from tests.gang import _free_port
 from tests.launch.commands import BIN, assert_refused, command, environment, tiny
 from tests.runs import TINY
 from trainer.rundir import RunDirectory
+from trainer.stop import STARTED
 
 # Python runs a `sitecustomize` at its start: this one lets rank 1 fail inside the loop, where rank 0 waits for it.
 _HOOK = """
@@ -52,6 +53,13 @@ def test_what_one_rank_alone_sees_is_told_once(corpus: Path, tmp_path: Path, fau
     (tmp_path / "sitecustomize.py").write_text(_HOOK)
     words = tiny(corpus, tmp_path / "runs", "--nproc", "2")
     result = command(*words, PYTHONPATH=str(tmp_path), FAULT=fault)
+    outcome = json.loads((tmp_path / "runs" / "tiny" / "outcome.json").read_text())
+    expected = (
+        ("bad_input", 2, "'data.corpus': only this rank")
+        if fault == "user error"
+        else ("fault", 1, "RuntimeError: boom")
+    )
+    assert (outcome["outcome"], outcome["exit_code"], outcome["reason"][: len(expected[2])]) == expected
     if fault == "user error":
         assert_refused(result, "gramian [rank 1]: 'data.corpus': only this rank sees it; mend it")
         return
@@ -105,6 +113,26 @@ def test_which_failure_is_told(
     assert ended.message.startswith(expected[1])
     # Without a run nobody knows of steps made: only what died or hung may do better.
     assert ended.retry == (ended.exit_code == 70 or "ended by SIGKILL" in ended.message)
+
+
+def test_what_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error after the first step of an attempt, unless it says that it would come again."""
+    from launch.local import _judge
+
+    monkeypatch.setenv(STARTED, "0")
+    run = RunDirectory(tmp_path / "run")
+
+    def retry(attempt: int, repeats: bool) -> bool:
+        file = tmp_path / "logs" / f"attempt_{attempt}" / "0" / "error.json"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps({"message": "boom\n", "exit_code": 1, "repeats": repeats}))
+        return _judge(tmp_path / "logs", attempt, {0: _Failure(1)}, run).retry  # type: ignore[dict-item]
+
+    assert not retry(0, repeats=False)
+    run.events.record("running", attempt=0, step=1)
+    assert retry(0, repeats=False)
+    assert not retry(0, repeats=True)
+    assert not retry(1, repeats=False)
 
 
 def _children(pid: int) -> list[int]:

@@ -23,6 +23,18 @@ def test_events_are_added_and_read_back(tmp_path: Path) -> None:
     assert [event["event"] for event in EventLog(path).read()] == ["start", "save", "stop"]
 
 
+def test_counts(tmp_path: Path) -> None:
+    """Of what people ask for; nothing where nothing went wrong."""
+    log = EventLog(tmp_path / "events.jsonl")
+    log.record("start", attempt=0)
+    log.record("save", seconds=2.0)
+    assert log.counts() == ""
+    for event in ("restart", "restart", "stop", "skip"):
+        log.record(event)
+    assert log.counts() == "2 restarts, 1 stop, 1 skipped step"
+    assert log.seconds_of("save") == [2.0]
+
+
 def test_what_cannot_be_written_ends_nothing(tmp_path: Path) -> None:
     """As on a full disk."""
     (tmp_path / "file").write_text("")
