@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from common.files import atomic_write
 from trainer.config import TrainingConfig
+from trainer.outcome import read_outcome, write_outcome
 from trainer.rundir import RunDirectory, find_checkpoint
 from trainer.start import owes_evaluation
 
@@ -22,6 +23,13 @@ def finish_run(config: TrainingConfig, run: RunDirectory) -> None:
     """Write a sample of the trained model, if the config asks for one, and print the summary."""
     _write_sample(config, run)
     print_summary(config, run)
+
+
+def tell_done(config: TrainingConfig, run: RunDirectory) -> None:
+    """Write down that all is done, unless it stands there."""
+    outcome = read_outcome(run)
+    if outcome is None or outcome["outcome"] != "done":
+        write_outcome(run, "done", f"all {config.train.steps} steps are made")
 
 
 def _write_sample(config: TrainingConfig, run: RunDirectory) -> None:
@@ -52,9 +60,11 @@ def print_summary(config: TrainingConfig, run: RunDirectory) -> None:
 
 
 def print_ways_on(config: TrainingConfig, run: RunDirectory) -> None:
-    """Say that the run is done, and the two ways on. A sample that was asked for and is missing is made up for."""
+    """Say that the run is done, and the two ways on. A sample that was asked for and an outcome, if they are missing,
+    are made up for: a start may have been killed just before its end."""
     if not run.sample_file.exists():
         _write_sample(config, run)
+    tell_done(config, run)
     step = run.committed()[-1]
     print(f"run '{config.run.name}' is finished: {step} steps are done and {config.train.steps} were asked for")
     print_summary(config, run)

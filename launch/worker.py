@@ -14,11 +14,11 @@ import sys
 from common.errors import UserError
 from common.logs import setup_logging
 from common.ranks import read_place
-from launch.finish import finish_run, is_finished, print_ways_on
+from launch.finish import finish_run, is_finished, print_ways_on, tell_done
 from launch.report_errors import TOLD_BY_LAUNCHER, leave, say_hang, user_errors
 from trainer.config import load_config
 from trainer.layout import plan_layout
-from trainer.outcome import outcome_told, settled_before, write_outcome
+from trainer.outcome import outcome_told, settled_before
 from trainer.rundir import run_directory
 from trainer.stop import heed_signals
 
@@ -54,7 +54,7 @@ def run(config_path: str, overrides: list[str]) -> None:
             if runtime.is_main:
                 finish_run(config, directory)
                 directory.events.record("done", step=config.train.steps)
-                write_outcome(directory, "done", f"all {config.train.steps} steps are made")
+                tell_done(config, directory)
 
 
 def _end_with_launcher() -> None:

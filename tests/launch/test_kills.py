@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -69,15 +70,21 @@ def test_each_restart_takes_one_attempt(survivor: Launched) -> None:
 
 
 def test_a_stopped_rank_is_named(survivor: Launched) -> None:
-    """Within the limit, from the moment at which it was last seen, and what a watch needs to look."""
+    """Within the limit of where rank 0 waits for it, and what a watch needs to look."""
     (hang,) = survivor.events("hang")
-    assert hang["time"] - survivor.stopped_at < HANG + 3
+    in_a_save = "in save" in stacks_of(survivor)
+    assert hang["time"] - survivor.stopped_at < HANG * (3 if in_a_save else 1) + 3
     assert "rank 1 gave no sign of life for " in hang["message"]
-    assert "last seen in the step, step " in hang["message"] or "last seen in data, step " in hang["message"]
-    (stacks,) = (survivor.run.logs / "hangs").glob("*.txt")
+    assert re.search(r"last seen in (data|the step|the save), step \d+", hang["message"])
+    assert "in _train" in stacks_of(survivor)
+    assert list((survivor.run.logs / "hangs").glob("*-rank-0.json"))  # the collectives
+
+
+def stacks_of(launched: Launched) -> str:
+    """What the rank that was not stopped has left."""
+    (stacks,) = (launched.run.logs / "hangs").glob("*.txt")
     assert "-rank-0.txt" in stacks.name
-    assert "in train_step" in stacks.read_text()
-    assert stacks.with_suffix(".json").exists()  # the collectives
+    return stacks.read_text()
 
 
 @pytest.fixture

@@ -87,12 +87,14 @@ def test_finished_run_tells_the_ways_on(trained: Trained, words: list[str]) -> N
     assert {path: path.stat().st_mtime_ns for path in trained.folder.rglob("*")} == before
 
 
-def test_a_missing_sample_is_made_up_for(trained: Trained) -> None:
-    """For example when the first start was interrupted while it generated."""
+def test_a_missing_sample_and_outcome_are_made_up_for(trained: Trained) -> None:
+    """For example when the first start was killed while it generated."""
     sample = trained.run.sample_file.read_text()
     trained.run.sample_file.unlink()
+    trained.run.outcome_file.unlink()
     assert sample in command(*trained.words).stdout
     assert trained.run.sample_file.read_text() == sample
+    assert json.loads(trained.run.outcome_file.read_text())["outcome"] == "done"
 
 
 def test_torchrun_trains_the_same(trained: Trained, corpus: Path, tmp_path: Path) -> None:
