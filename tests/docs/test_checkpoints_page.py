@@ -36,7 +36,8 @@ def test_commands_run(gang: Gang, folder: Path) -> None:
     listed = without_starting(gang, show, folder)
     assert [line.split()[1] for line in listed.splitlines() if " committed " in line] == ["4", "5", "6"]
     assert "3 checkpoints" in without_starting(gang, verify, folder)
-    (save, *_) = (event for event in RunDirectory(folder / "runs" / "quickstart").events.read())
+    events = RunDirectory(folder / "runs" / "quickstart").events.read()
+    save = next(event for event in events if event["event"] == "save")
     assert {"seconds", "bytes", "stall_seconds"} <= set(save)
 
 
