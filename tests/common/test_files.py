@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -36,6 +37,21 @@ def test_content_is_durable_before_it_gets_its_name(tmp_path: Path, monkeypatch:
     atomic_write(tmp_path / "file", "content")
     assert calls == ["fsync", "replace", "fsync"]  # the content, its name, the folder that holds the name
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_file_that_finds_no_room_is_named_and_leaves_nothing(tmp_path: Path) -> None:
+    """A limit to the size of files: write(2) refuses, and knows no name, as on a full disk."""
+    atomic_write(tmp_path / "file", "old")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large") as error:
+            atomic_write(tmp_path / "file", bytes(1 << 21))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert error.value.filename == str(tmp_path / "file")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    assert (tmp_path / "file").read_text() == "old"
 
 
 def test_lock_keeps_a_second_process_out_and_ends_with_its_process(tmp_path: Path) -> None:
