@@ -15,8 +15,15 @@ _BLOCK = 1 << 20
 
 
 def atomic_write(path: Path, content: bytes | str) -> None:
-    """Write a file so that a reader, or a crash, sees the old content or the new, never a part of it."""
+    """Write a file so that a reader, or a crash, sees the old content or the new, never a part of it.
+
+    What is no file, a pipe or a device, is written to as it is.
+    """
     data = content.encode("utf-8") if isinstance(content, str) else content
+    if path.exists() and not path.is_file():
+        with naming(path):
+            path.write_bytes(data)
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:

@@ -9,13 +9,13 @@ from typing import Any
 
 from rich.table import Table
 
-from common.errors import CheckFailed
+from common.errors import CheckFailed, UserError
 from common.machine import available_cores
 from data.dataset import Dataset
 from data.manifest import SPLITS
 from data.statistics import samples, summary
 from data.verify import verify
-from launch.reports import align_right, check_writable, reading_bar, report_console, write_json
+from launch.reports import align_right, check_writable, reading_bar, refusing, report_console, write_json
 
 _SAMPLE_TOKENS = 64
 _SAMPLE_CHARS = 160
@@ -26,6 +26,8 @@ def run_inspect(folder: Path, n_samples: int, plot: Path | None, json_file: str 
     check_writable("--json", json_file)
     if plot is not None:
         check_writable("--plot", str(plot))
+        if plot.suffix not in ("", ".png"):
+            raise UserError(f"--plot {plot}: pictures are drawn as PNG; give a name that ends in .png")
     dataset = Dataset.open(folder)
     tokenizer = dataset.tokenizer()
     splits = {split: summary(dataset, split) for split in SPLITS}
@@ -46,7 +48,8 @@ def run_inspect(folder: Path, n_samples: int, plot: Path | None, json_file: str 
     if plot is not None:
         from launch.plots import plot_lengths
 
-        plot_lengths({split: splits[split]["lengths"] for split in SPLITS if splits[split]["documents"]}, plot)
+        with refusing("--plot", str(plot)):
+            plot_lengths({split: splits[split]["lengths"] for split in SPLITS if splits[split]["documents"]}, plot)
         if json_file != "-":
             print(f"picture  {plot}")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from common.files import atomic_write, hash_json, locked
+from tests.faults import files_below
 
 
 def test_a_crash_before_the_rename_leaves_the_old_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,15 +40,9 @@ def test_content_is_durable_before_it_gets_its_name(tmp_path: Path, monkeypatch:
 
 
 def test_a_file_that_finds_no_room_is_named_and_leaves_nothing(tmp_path: Path) -> None:
-    """A limit to the size of files: write(2) refuses, and knows no name, as on a full disk."""
     atomic_write(tmp_path / "file", "old")
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
-    try:
-        with pytest.raises(OSError, match="File too large") as error:
-            atomic_write(tmp_path / "file", bytes(1 << 21))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    with files_below(1 << 20), pytest.raises(OSError, match="File too large") as error:
+        atomic_write(tmp_path / "file", bytes(1 << 21))
     assert error.value.filename == str(tmp_path / "file")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
     assert (tmp_path / "file").read_text() == "old"
