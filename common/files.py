@@ -15,16 +15,39 @@ _BLOCK = 1 << 20
 
 
 def atomic_write(path: Path, content: bytes | str) -> None:
-    """Write a file so that a reader, or a crash, sees the old content or the new, never a part of it."""
+    """Write a file so that a reader, or a crash, sees the old content or the new, never a part of it.
+
+    What is no file, a pipe or a device, is written to as it is.
+    """
     data = content.encode("utf-8") if isinstance(content, str) else content
+    if path.exists() and not path.is_file():
+        with naming(path):
+            path.write_bytes(data)
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    with open(partial, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
-    sync_directory(path.parent)
+    try:
+        with naming(path):
+            with open(partial, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(partial, path)
+            sync_directory(path.parent)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Give an `OSError` of an open file, as of a full disk, the file's name, which it does not know."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 def sync_directory(path: Path) -> None:

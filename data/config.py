@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer, model_validator
@@ -220,9 +221,10 @@ class DataConfig(Config):
         given = self.model_fields_set
         if unread := [key for key in (*_OF_CORPUS, "path") if key in given and key != origin]:
             raise ValueError(f"'{unread[0]}' does nothing beside '{origin}', which holds tokens already; remove it")
-        folders = [source.path for source in self.mixture]
-        if twice := [folder for folder in folders if folders.count(folder) > 1]:
-            raise ValueError(f"{twice[0]} is in 'mixture' twice; give it once, with the sum of its weights")
+        folders = [Path(source.path).expanduser().resolve() for source in self.mixture]
+        if twice := [n for n, folder in enumerate(folders) if folder in folders[:n]]:
+            name = self.mixture[twice[0]].path
+            raise ValueError(f"{name} is in 'mixture' twice; give it once, with the sum of its weights")
         return self
 
     @model_serializer(mode="wrap")

@@ -91,9 +91,9 @@ class TokenStream:
         return np.diff(self.document_starts)
 
     def lengths_by_shard(self) -> Iterator[np.ndarray]:
-        """The same shard by shard, int32, for streams of more documents than memory holds."""
+        """The same shard by shard, for streams of more documents than memory holds."""
         for i in range(len(self._shards)):
-            yield self._file(i).lengths
+            yield np.diff(self._file(i).document_starts)
 
     def slice(self, start: int, stop: int) -> np.ndarray:
         """Tokens [start, stop) of the stream: (stop - start,) of `dtype`; a view of the file within one shard, a copy

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
-from common.files import atomic_write
+from common.files import atomic_write, naming
 from common.logs import get_logger
 from data.manifest import JOURNAL, SPLITS
 from data.shards import PARTIAL
@@ -58,7 +58,7 @@ class Journal:
 
     def commit(self, entry: dict[str, Any]) -> None:
         """Record a group of shards whose files are durable and have their names."""
-        with open(self._path, "ab") as file:
+        with naming(self._path), open(self._path, "ab") as file:
             file.write(_line(entry))
             file.flush()
             os.fsync(file.fileno())

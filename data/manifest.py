@@ -53,6 +53,11 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             format.
     """
     path = folder / MANIFEST
+    if folder.with_name(f"{folder.name}.idx").is_file():
+        raise UserError(
+            f"{folder}: token files, and no dataset folder; `gramian data adopt {folder} --tokenizer FILE --out DIR` "
+            "makes one of them"
+        )
     if not folder.is_dir():
         raise UserError(f"{folder}: no such dataset folder; `gramian tokenize --out {folder}` makes one")
     try:

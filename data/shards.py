@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 
 from common.errors import UserError
-from common.files import sync_directory
+from common.files import naming, sync_directory
 from data.checksums import BlockHasher
 
 PARTIAL = ".partial"  # ends the names of files that are being written
@@ -135,13 +135,15 @@ class TokenWriter:
         self._hasher = BlockHasher()
 
     def _write(self, content: bytes) -> None:
-        self._file.write(content)
+        with naming(Path(self._file.name)):
+            self._file.write(content)
         self._hasher.update(content)
 
     def _sync_and_close(self) -> dict[str, Any]:
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
+        with naming(Path(self._file.name)):
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
         return self._hasher.entry()
 
 

@@ -21,7 +21,7 @@ app = typer.Typer(
 )
 tokenizer_app = typer.Typer(no_args_is_help=True, help="Make tokenizers.")
 app.add_typer(tokenizer_app, name="tokenizer")
-data_app = typer.Typer(no_args_is_help=True, help="Look at dataset folders.")
+data_app = typer.Typer(no_args_is_help=True, help="Look at dataset folders; token files of others as one.")
 app.add_typer(data_app, name="data")
 checkpoint_app = typer.Typer(no_args_is_help=True, help="Look at checkpoints; to Hugging Face folders, and back.")
 app.add_typer(checkpoint_app, name="checkpoint")
@@ -229,6 +229,30 @@ def verify_data(
         from launch.data import run_verify
 
         run_verify(folder, workers, json_file)
+
+
+@data_app.command("adopt")
+def adopt_data(
+    prefixes: Annotated[
+        list[Path], typer.Argument(metavar="PREFIX", help="Token files to train on: PREFIX.bin and PREFIX.idx.")
+    ],
+    tokenizer: Annotated[
+        Path, typer.Option(metavar="FILE", help="The one that made the tokens: SentencePiece .model, tokenizer.json.")
+    ],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Dataset folder to make.")],
+    eos: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Token that ends a document, where the file does not tell.")
+    ] = None,
+    held_out: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="PREFIX", help="Token files to evaluate on. May be given several times."),
+    ] = None,
+) -> None:
+    """Make a dataset folder of token files in Megatron's format that others made."""
+    with user_errors():
+        from launch.data import run_adopt
+
+        run_adopt(prefixes, held_out or [], tokenizer, eos, out)
 
 
 @checkpoint_app.command("list")

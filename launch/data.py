@@ -1,4 +1,5 @@
-"""`gramian data inspect` and `gramian data verify`: what is in a dataset folder, and whether it is undamaged."""
+"""`gramian data inspect`, `verify` and `adopt`: what is in a dataset folder, whether it is undamaged, and one of token
+files that others made."""
 
 from __future__ import annotations
 
@@ -9,13 +10,16 @@ from typing import Any
 
 from rich.table import Table
 
-from common.errors import CheckFailed
+from common.errors import CheckFailed, UserError
 from common.machine import available_cores
+from data.adopt import adopt
 from data.dataset import Dataset
 from data.manifest import SPLITS
 from data.statistics import samples, summary
+from data.tokenizer import load_tokenizer
 from data.verify import verify
-from launch.reports import align_right, check_writable, reading_bar, report_console, write_json
+from launch.reports import align_right, check_writable, reading_bar, refusing, report_console, write_json
+from trainer.exchange.folders import new_folder
 
 _SAMPLE_TOKENS = 64
 _SAMPLE_CHARS = 160
@@ -26,6 +30,8 @@ def run_inspect(folder: Path, n_samples: int, plot: Path | None, json_file: str 
     check_writable("--json", json_file)
     if plot is not None:
         check_writable("--plot", str(plot))
+        if plot.suffix not in ("", ".png"):
+            raise UserError(f"--plot {plot}: pictures are drawn as PNG; give a name that ends in .png")
     dataset = Dataset.open(folder)
     tokenizer = dataset.tokenizer()
     splits = {split: summary(dataset, split) for split in SPLITS}
@@ -46,7 +52,8 @@ def run_inspect(folder: Path, n_samples: int, plot: Path | None, json_file: str 
     if plot is not None:
         from launch.plots import plot_lengths
 
-        plot_lengths({split: splits[split]["lengths"] for split in SPLITS if splits[split]["documents"]}, plot)
+        with refusing("--plot", str(plot)):
+            plot_lengths({split: splits[split]["lengths"] for split in SPLITS if splits[split]["documents"]}, plot)
         if json_file != "-":
             print(f"picture  {plot}")
 
@@ -115,3 +122,14 @@ def run_verify(folder: Path, workers: int | None, json_file: str | None) -> None
         )
     if json_file != "-":
         print(f"{folder}: {found.files:,} files, {found.bytes:,} bytes: all as written")
+
+
+def run_adopt(train: list[Path], held_out: list[Path], tokenizer: Path, eos: str | None, out: Path) -> None:
+    """Make a dataset folder of token files in Megatron's format."""
+    given = {"train": train, "eval": held_out}
+    prefixes = {s: [p.with_suffix("") if p.suffix in (".bin", ".idx") else p for p in given[s]] for s in given}
+    loaded = load_tokenizer(tokenizer, eos)
+    with new_folder(out, 0) as folder:
+        splits = adopt(folder, prefixes, loaded)["splits"]
+    counts = (f"{splits[s]['documents']:,} documents, {splits[s]['tokens']:,} tokens" for s in SPLITS)
+    print("{}: {} to train on; {} held out".format(out, *counts))

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from launch.reports import align_right
 from models.config import ModelConfig
-from models.flops import parameter_parts, training_flops_per_token
+from models.flops import forward_flops_per_token, parameter_parts, training_flops_per_token
 from trainer.config import TrainingConfig
 from trainer.layout import Layout
 
@@ -32,11 +32,13 @@ def print_plan(config: TrainingConfig, layout: Layout) -> None:
         console.print(routing_table(optimizer, config.optim.name, config.optim.lr) + "\n", markup=False)
     for stage in config.plan:
         of_stage = layout.at(stage.number)
-        flops = training_flops_per_token(model, of_stage.seq_len, causal=True)
-        tokens = stage.steps * of_stage.global_batch_size * of_stage.seq_len
+        forward = forward_flops_per_token(model, of_stage.seq_len, causal=True)
+        training = training_flops_per_token(model, of_stage.seq_len, causal=True)
+        positions = stage.steps * of_stage.global_batch_size * of_stage.seq_len
         console.print(
-            f"work   {tokens:,} tokens in {stage.steps:,} steps x {flops:,} FLOPs per token "
-            f"(forward and backward, causal attention) = {tokens * flops:.3g} FLOPs",
+            f"FLOPs  {forward:,} per token forward, {training:,} with backward (causal attention, rows of "
+            f"{of_stage.seq_len})\nwork   {positions:,} positions in {stage.steps:,} steps = "
+            f"{positions * training:.3g} FLOPs, forward and backward",
             markup=False,
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ matplotlib.use("Agg")
 
 from matplotlib import pyplot as plt
 from matplotlib.ticker import FuncFormatter, PercentFormatter
+
+from common.files import atomic_write
 
 BLUE, ORANGE, MUTED = "#2a6fb0", "#c8501e", "#5c6670"
 _COLOURS = {"train": BLUE, "eval": ORANGE}
@@ -51,9 +54,10 @@ def finish(figure: Any, panels: Iterable[Any], picture: Path, grid: bool = True)
         axes.spines[["top", "right"]].set_visible(False)
         axes.spines[["left", "bottom"]].set_color(MUTED)
         axes.tick_params(which="both", colors=MUTED)
-    picture.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(picture, dpi=150, metadata={"Software": None})
+    content = io.BytesIO()
+    figure.savefig(content, format="png", dpi=150, metadata={"Software": None})
     plt.close(figure)
+    atomic_write(picture, content.getvalue())
 
 
 def _short(n: int) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,8 @@ def check_writable(option: str, file: str | None) -> None:
     if file is None or file == "-":
         return
     path = Path(file)
-    if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+    written = path if path.exists() and not path.is_file() else path.parent  # a pipe or a device, or what gets the name
+    if path.is_dir() or not path.parent.is_dir() or not os.access(written, os.W_OK):
         raise UserError(
             f"{option} {file}: cannot be written; give a file in a folder that is there, or - for the terminal"
         )
@@ -32,10 +35,26 @@ def write_json(file: str | None, record: dict[str, Any]) -> None:
     if file is None:
         return
     text = json.dumps(record, indent=1) + "\n"
-    if file == "-":
-        print(text, end="", flush=True)
-    else:
-        atomic_write(Path(file), text)
+    with refusing("--json", file):
+        if file == "-":
+            print(text, end="", flush=True)
+        else:
+            atomic_write(Path(file), text)
+
+
+@contextlib.contextmanager
+def refusing(option: str, file: str) -> Iterator[None]:
+    """Turn what goes wrong in writing, a full disk and the like, into the user's to mend."""
+    try:
+        yield
+    except BrokenPipeError:  # the reader has had enough
+        raise
+    except OSError as error:
+        if file == "-":  # what is left unwritten would be tried again at the end, and change the exit code
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise UserError(
+            f"{option} {file}: cannot be written: {error.strerror}; make room, or give another file"
+        ) from None
 
 
 def report_console(stderr: bool = False) -> Console:

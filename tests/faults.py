@@ -1,9 +1,10 @@
-"""One-line faults: a module of ours as it would be with one line written wrongly."""
+"""Faults: a module of ours as it would be with one line written wrongly; files that find no room."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
+import resource
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from types import FunctionType, ModuleType
@@ -45,3 +46,17 @@ def _functions(module: ModuleType, ours: Any, theirs: Any) -> Iterator[tuple[Fun
         for name, method in vars(theirs).items():
             if isinstance(method, FunctionType) and isinstance(vars(ours).get(name), FunctionType):
                 yield inspect.unwrap(vars(ours)[name]), inspect.unwrap(method)
+
+
+@contextmanager
+def files_below(n_bytes: int) -> Iterator[None]:
+    """Until the context ends, no file grows beyond a size: write(2) refuses with EFBIG, as with ENOSPC on a full disk.
+
+    For this process, and those that it starts.
+    """
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)

@@ -63,7 +63,7 @@ class Layout:
         return (
             f"batch  {self.global_batch_size} sequences = {ranks} x {self.micro_batch_size} per "
             f"micro-batch x {self.accumulation} accumulated; "
-            f"x {self.seq_len} tokens = {self.global_batch_size * self.seq_len:,} tokens a step"
+            f"x {self.seq_len} positions = {self.global_batch_size * self.seq_len:,} positions a step"
         )
 
 

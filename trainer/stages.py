@@ -44,8 +44,8 @@ class StageConfig(Config):
 
     tokens: int = Field(
         ge=1,
-        description="Length in tokens, padding included: the stage has tokens / (train.global_batch_size x "
-        "data.seq_len) steps, rounded down, at least one.",
+        description="Length, counted in positions, which are tokens unless rows have padding: the stage has "
+        "tokens / (train.global_batch_size x data.seq_len) steps, rounded down, at least one.",
     )
     data: StageData = Field(StageData(), description="What is read.")
     train: StageTrain = Field(StageTrain(), description="Batches.")

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from common.files import atomic_write, hash_json, locked
+from tests.faults import files_below
 
 
 def test_a_crash_before_the_rename_leaves_the_old_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,6 +37,15 @@ def test_content_is_durable_before_it_gets_its_name(tmp_path: Path, monkeypatch:
     atomic_write(tmp_path / "file", "content")
     assert calls == ["fsync", "replace", "fsync"]  # the content, its name, the folder that holds the name
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_file_that_finds_no_room_is_named_and_leaves_nothing(tmp_path: Path) -> None:
+    atomic_write(tmp_path / "file", "old")
+    with files_below(1 << 20), pytest.raises(OSError, match="File too large") as error:
+        atomic_write(tmp_path / "file", bytes(1 << 21))
+    assert error.value.filename == str(tmp_path / "file")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    assert (tmp_path / "file").read_text() == "old"
 
 
 def test_lock_keeps_a_second_process_out_and_ends_with_its_process(tmp_path: Path) -> None:

@@ -69,6 +69,7 @@ def test_explicit_uint16_holds_65536_ids_and_no_more() -> None:
         ({"mixture": [{"path": "b"}]}, "'mixture.0.weight' is required"),
         ({"mixture": [{"path": "b", "weigth": 1}]}, "unknown key 'mixture.0.weigth'; did you mean 'mixture.0.weight'?"),
         ({"mixture": [{"path": "b", "weight": i} for i in (1, 2)]}, "b is in 'mixture' twice; give it once"),
+        ({"mixture": [{"path": p, "weight": 1} for p in ("b", "a", "a/.././b")]}, "a/.././b is in 'mixture' twice;"),
         ({"shuffle": {"window": 3}}, "'shuffle': 'window' does nothing without 'block'; give both, or remove it"),
         ({"shuffle": {"block": 0}}, "'shuffle.block': must be greater than or equal to 1"),
         ({"corpus": 5}, "'corpus': 5 is neither 'python-stdlib' nor a path nor a list of paths"),

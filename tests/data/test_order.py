@@ -95,10 +95,11 @@ def faults(n: int, places: int) -> list[str]:
     worst = max(abs(float((parity * sign).mean())) for sign in signs + pairs)
     if worst > 5 / np.sqrt(places):
         found.append(f"parity follows bits of the place: correlation {worst:.3f}")
-    centred = after / n - 0.5
-    serial = float((centred[1:] * centred[:-1]).mean() * 12)
-    if abs(serial) > 5 / np.sqrt(places):
-        found.append(f"neighbours correlate: {serial:.3f}")
+    for what, values in (("rows", after), ("low bits", after % 4)):
+        centred = (values - values.mean()) / values.std()
+        serial = float((centred[1:] * centred[:-1]).mean())
+        if abs(serial) > 5 / np.sqrt(places):
+            found.append(f"{what} of neighbours correlate: {serial:.3f}")
     thirds = np.bincount(after * 16 // n, minlength=16) - places / 16
     if (thirds**2).sum() / (places / 16) > 60:  # chi-squared, 15 degrees of freedom
         found.append("parts of the range come at different rates")
@@ -122,6 +123,8 @@ def test_the_tests_above_catch_a_weak_round_function(n: int, monkeypatch: pytest
     found = faults(n, 2**16)
     assert any("parity with frequency" in fault for fault in found)
     assert any("parity follows" in fault for fault in found)
+    assert any("low bits of neighbours correlate" in fault for fault in found)
+    assert any("rows of neighbours correlate" in fault for fault in found) == (n == 2**20)
     assert any("chi-squared" in fault for fault in found)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import random
@@ -257,38 +258,31 @@ def test_a_full_disk_loses_nothing_that_was_committed(
     unbroken: Path, paragraphs: Path, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, room = tmp_path / "tokens", 0
-    write, commit = TokenWriter._write, Journal.commit
 
-    def no_room(room_left: int, name: str) -> None:
-        nonlocal room
-        room -= room_left
-        if room < 0:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), name)
+    class Limited(io.FileIO):
+        def write(self, content: Any) -> int:
+            nonlocal room
+            room -= 3000 if str(self.name).endswith(JOURNAL) else len(content)  # so that some falls on a line of it
+            if room < 0:
+                super().write(content[: len(content) // 2])
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as write(2) does: without a name
+            return super().write(content)
 
-    def limited(writer: TokenWriter, what: bytes) -> None:
-        no_room(len(what), str(writer._bin))
-        write(writer, what)
-
-    def torn(journal: Journal, entry: dict[str, Any]) -> None:
-        if room < 3000:
-            with open(journal._path, "ab") as file:
-                file.write(b"half a line")
-        no_room(3000, str(journal._path))
-        commit(journal, entry)
-
-    monkeypatch.setattr(TokenWriter, "_write", limited)
-    monkeypatch.setattr(Journal, "commit", torn)
-    committed = 0
-    for room in (5_000, 15_000, 28_000, 45_000):  # noqa: B007 (read by the functions above)
+    monkeypatch.setattr("data.shards.open", Limited, raising=False)
+    monkeypatch.setattr("data.journal.open", Limited, raising=False)
+    committed, named = 0, set()
+    for room in (5_000, 15_000, 28_000, 11_500, 45_000):  # noqa: B007 (read by the class above)
         with pytest.raises(
             UserError, match=r"cannot write .*: No space left on device; .* goes on from the last shard"
-        ):
+        ) as error:
             run(folder, job([paragraphs], tokenizer))
+        named.add(Path(str(error.value).partition("cannot write ")[2].partition(": No space")[0]).suffixes[0])
         assert not list(folder.glob("*.partial"))
         lines = (folder / JOURNAL).read_bytes().count(b"\n")
         assert lines >= committed
         committed = lines
     assert committed > 3
+    assert named == {".bin", ".idx", ".log"}
     room = 1 << 40
     run(folder, job([paragraphs], tokenizer))
     assert content(folder) == content(unbroken)

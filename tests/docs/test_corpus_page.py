@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from data.dataset import Dataset
 from tests.docs.test_docs import ROOT, SMALLER, commands, without_starting
 from tests.gang import Gang
 from trainer.rundir import RunDirectory
@@ -38,7 +39,7 @@ def outputs(gang: Gang, folder: Path, corpus: Path) -> dict[str, str]:
 
 
 def test_commands_run(outputs: dict[str, str], folder: Path) -> None:
-    assert len(outputs) == 7
+    assert len(outputs) == 8
     assert (folder / "lengths.png").is_file()
     (verified,) = (output for command, output in outputs.items() if command.startswith("gramian data verify"))
     assert "all as written" in verified
@@ -52,6 +53,16 @@ def test_parts_are_merged(outputs: dict[str, str], folder: Path) -> None:
         splits = json.loads((folder / name / "manifest.json").read_text())["splits"]
         counts.append({split: {what: splits[split][what] for what in ("documents", "tokens")} for split in splits})
     assert counts[0] == counts[1]
+
+
+def test_adopted_files_are_those_of_the_folder(outputs: dict[str, str], folder: Path) -> None:
+    ours, adopted = Dataset.open(folder / "tokens"), Dataset.open(folder / "adopted")
+    assert adopted.data_hash == ours.data_hash
+    for split in ("train", "eval"):
+        theirs, mine = (dataset.manifest["splits"][split] for dataset in (adopted, ours))
+        assert {what: theirs[what] for what in ("documents", "tokens", "bytes")} == {
+            what: mine[what] for what in ("documents", "tokens", "bytes")
+        }
 
 
 def test_listing_is_what_is_there(outputs: dict[str, str], folder: Path) -> None:

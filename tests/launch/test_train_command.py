@@ -28,10 +28,16 @@ def test_dry_run_prints_the_plan_and_starts_nothing(corpus: Path, tmp_path: Path
     assert "4 ranks = dp_replicate 2 x dp_shard 2" in output
     assert "32 sequences = 4 ranks x 2 per micro-batch x 4 accumulated" in output
     assert "32 x 64" not in output
-    assert "2,048 tokens a step" in output
+    assert "2,048 positions a step" in output
     # By hand: embedding and head 2 x 512 x 64; a block: q, o 2 x 64 x 64, k, v 2 x 64 x 32, mlp 3 x 64 x 128, 2 norms.
     total = 2 * 512 * 64 + 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128 + 2 * 64) + 64
     assert re.search(rf"total .* {total:,} ", output)
+    # Twice the weights of the blocks and the head; in each block 4 x 64 for each of 32 keys.
+    forward = 2 * (512 * 64 + 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128)) + 2 * 4 * 64 * 32
+    assert (
+        f"FLOPs  {forward:,} per token forward, {3 * forward:,} with backward (causal attention, rows of 64)" in output
+    )
+    assert f"work   40,960 positions in 20 steps = {40_960 * 3 * forward:.3g} FLOPs" in output
     # What it prints first is a config: every key, as the run would write it.
     resolved = tmp_path / "resolved.yaml"
     resolved.write_text(output.split("\nmesh ")[0])

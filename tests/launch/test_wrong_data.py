@@ -83,8 +83,8 @@ def test_a_run_of_stages_tells_what_it_reads_and_how_to_go_on(folder: Path, tmp_
     start = words(folder, tmp_path, data={"path": "DIR/one", "seq_len": 16}, stages=stages)
     plan = command(*start, "--dry-run")
     assert plan.returncode == 0, plan.stderr
-    assert "work   128 tokens in 2 steps" in plan.stdout
-    assert "work   64 tokens in 1 steps" in plan.stdout
+    assert "work   128 positions in 2 steps" in plan.stdout
+    assert "work   64 positions in 1 steps" in plan.stdout
     first = command(*start)
     assert first.returncode == 0, first.stderr
     lines = first.stdout.splitlines()

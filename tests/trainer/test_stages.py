@@ -264,8 +264,8 @@ def test_layouts_of_all_stages(folder: Path) -> None:
         (12, 2, 24),
     ]
     assert layout.describe().splitlines()[1:] == [
-        "batch  8 sequences = 2 ranks x 2 per micro-batch x 2 accumulated; x 16 tokens = 128 tokens a step",
-        "batch  12 sequences = 2 ranks x 3 per micro-batch x 2 accumulated; x 24 tokens = 288 tokens a step",
+        "batch  8 sequences = 2 ranks x 2 per micro-batch x 2 accumulated; x 16 positions = 128 positions a step",
+        "batch  12 sequences = 2 ranks x 3 per micro-batch x 2 accumulated; x 24 positions = 288 positions a step",
     ]
 
 

@@ -24,6 +24,7 @@ from models.families import Family, read_folder_config
 from trainer.exchange.tensors import DTYPES, StoredTensors
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+HEAD = "lm_head.weight"  # in every family's files
 _TOGETHER = f"give the {CONFIG} and the weights that belong together"
 _REFUSALS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EFBIG, errno.ENOTDIR)
 
@@ -65,10 +66,18 @@ class HuggingFaceFolder:
                     f"{self.path}: '{name}' has the shape {stored.shapes[name]}, but {CONFIG} means {shape}; "
                     f"{_TOGETHER}"
                 )
-            if (dtype := stored.parts[name][0].dtype) not in DTYPES:
+            if unread := {part.dtype for part in stored.parts[name]} - DTYPES.keys():
                 raise UserError(
-                    f"{self.path}: '{name}' is of type {dtype}, which is read by none of ours; give a copy of the "
-                    f"weights in one of {', '.join(DTYPES)}"
+                    f"{self.path}: '{name}' is of type {min(unread)}, which is read by none of ours; give a copy of "
+                    f"the weights in one of {', '.join(DTYPES)}"
+                )
+        if self.config.tie_embeddings and HEAD in stored.shapes:
+            (embedding,) = next(i.reads for i in self.family.imports(self.config) if i.name == "embedding.weight")
+            if not stored.same(HEAD, embedding):
+                raise UserError(
+                    f"{self.path}: '{HEAD}' differs from '{embedding}', and {CONFIG} ties the two; set "
+                    f"tie_word_embeddings to false there if the model has a head of its own, else remove '{HEAD}' "
+                    f"from the weights"
                 )
         return stored
 
@@ -76,10 +85,10 @@ class HuggingFaceFolder:
         index = _read_json(self.path / INDEX)
         if index is not None:
             weight_map = index.get("weight_map")
-            names = sorted(set(weight_map.values())) if isinstance(weight_map, dict) else []
+            names = list(weight_map.values()) if isinstance(weight_map, dict) else []
             if not names or any(not isinstance(name, str) or Path(name).name != name for name in names):
                 raise UserError(f"{self.path / INDEX}: no index of weights; bring it again from where a good copy is")
-            return [self.path / name for name in names]
+            return [self.path / name for name in sorted(set(names))]
         if (self.path / WEIGHTS).is_file():
             return [self.path / WEIGHTS]
         if pickled := sorted(self.path.glob("*.bin")) + sorted(self.path.glob("*.pt*")):
@@ -116,8 +125,9 @@ class HuggingFaceFolder:
         number = self.hf.get("eos_token_id")
         number = number[0] if isinstance(number, list) and number else number
         if name is None and path.name == huggingface.FILE_NAME:
-            added = (_read_json(path) or {}).get("added_tokens") or []
-            return next((str(token["content"]) for token in added if token.get("id") == number), None)
+            added = (_read_json(path) or {}).get("added_tokens")
+            tokens = [token for token in added if isinstance(token, dict)] if isinstance(added, list) else []
+            name = next((token.get("content") for token in tokens if token.get("id") == number), None)
         return name if isinstance(name, str) else None
 
 

@@ -65,8 +65,20 @@ class StoredTensors:
         for name, parts in self.parts.items():
             ends = [tuple(o + n for o, n in zip(part.offsets, part.shape, strict=True)) for part in parts]
             shape = self.shapes[name] = tuple(map(max, *ends)) if len(ends) > 1 else ends[0]
-            if sum(math.prod(part.shape) for part in parts) < math.prod(shape):
+            count = sum(math.prod(part.shape) for part in parts)
+            if count < math.prod(shape):
                 raise UserError(f"{parts[0].path.parent}: a part of '{name}' is in none of the files; {_AGAIN}")
+            if count > math.prod(shape):
+                first, second = parts[0].path, parts[1].path.name
+                raise UserError(f"{first}: has '{name}', as {second} has once more; give the files of one model only")
+
+    def same(self, a: str, b: str) -> bool:
+        """Whether two tensors hold the same numbers, of whatever types. A block of each is in memory at a time."""
+        if self.shapes[a] != self.shapes[b] or any(p.dtype not in DTYPES for n in (a, b) for p in self.parts[n]):
+            return False
+        n_rows, step = self.shapes[a][0], max(1, _BLOCK // math.prod(self.shapes[a][1:]))
+        stops = [(at, min(at + step, n_rows)) for at in range(0, n_rows, step)]
+        return all(bool((self.read(a, *rows) == self.read(b, *rows)).all()) for rows in stops)
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         """Rows `start` to `stop` of a tensor, fp32; all if not given. Nothing else is read."""
@@ -129,6 +141,9 @@ def _parts(path: Path) -> Iterator[tuple[str, Part]]:
             begin, end = entry["data_offsets"]
             shape = tuple(entry["shape"])
             offsets = tuple(places[name]["saved_offsets"]) if places else (0,) * len(shape)
+            numbers = (begin, end, *shape, *offsets)
+            if len(shape) != len(offsets) or any(not isinstance(n, int) or n < 0 for n in numbers):
+                raise ValueError
             if data + end > size:
                 raise _cut_short(path)
             if entry["dtype"] in DTYPES and end - begin != math.prod(shape) * DTYPES[entry["dtype"]][1]:

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from common.errors import UserError
+from data.tokenizers.training import train_sentencepiece
 from tests.data.tokenizers_of_every_kind import byte_level_bpe
 from tests.models.families.references import CASES
 from tests.trainer.exchange.checkpoints import tensors_of, tree
@@ -94,8 +95,19 @@ def pickled(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
 
 
-def indexed(folder: Path, file: str) -> None:
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"lm_head.weight": file}}))
+def indexed(folder: Path, *files: Any) -> None:
+    weight_map = {f"tensor {i}": file for i, file in enumerate(files)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def second_copy(folder: Path, dtype: torch.dtype) -> None:
+    indexed(folder, "model.safetensors", "z.safetensors")
+    save_file({NORM: torch.zeros(32, dtype=dtype)}, folder / "z.safetensors")
+
+
+def added_tokens(folder: Path, added: Any) -> None:
+    change_config(folder, eos_token_id=3)
+    (folder / "tokenizer.json").write_text(json.dumps({"added_tokens": added}))
 
 
 NORM = "model.norm.weight"
@@ -129,14 +141,32 @@ WRONG: dict[str, tuple[Callable[[Path], object], list[str]]] = {
         lambda f: change_tensors(f, lambda t: t.update({NORM: torch.zeros(32, dtype=torch.uint8)})),
         ["'model.norm.weight' is of type U8"],
     ),
+    "other head": (
+        lambda f: change_config(f, tie_word_embeddings=True),
+        ["'lm_head.weight' differs from 'model.embed_tokens.weight', and config.json ties the two; set tie_word"],
+    ),
+    "twice": (
+        lambda f: second_copy(f, torch.float32),
+        ["model.safetensors: has 'model.norm.weight', as z.safetensors has once more"],
+    ),
+    "twice, of another type": (lambda f: second_copy(f, torch.uint8), ["as z.safetensors has once more"]),
     "pickle": (pickled, ["only in pytorch_model.bin, a pickle, which is not read because it can run code"]),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), ["has no weights"]),
     "elsewhere": (lambda f: indexed(f, "../model.safetensors"), ["index.json: no index of weights"]),
     "absent file": (lambda f: indexed(f, "model-2.safetensors"), ["model-2.safetensors: cannot be read: No such file"]),
+    "list of files": (lambda f: indexed(f, ["x"]), ["index.json: no index of weights"]),
+    "files and others": (lambda f: indexed(f, "model.safetensors", 5), ["index.json: no index of weights"]),
+    "added: texts": (lambda f: added_tokens(f, ["x"]), ["tokenizer.json: not a tokenizer.json"]),
+    "added: a number": (lambda f: added_tokens(f, 5), ["tokenizer.json: not a tokenizer.json"]),
+    "added: no text": (lambda f: added_tokens(f, [{"id": 3}]), ["tokenizer.json: not a tokenizer.json"]),
     "no tokenizer": (lambda f: (f / "tokenizer.json").write_text("{}"), ["tokenizer.json: not a tokenizer.json"]),
     "tokens": (
         lambda f: byte_level_bpe(["some text"]).save(str(f / "tokenizer.json")),
-        ["tokenizer.json: has 2", "tokens, but the model of config.json has a vocab_size of 61"],
+        ["tokenizer.json: has 265 tokens, but the model of config.json has a vocab_size of 61"],
+    ),
+    "pieces": (
+        lambda f: (f / "tokenizer.model").write_bytes(train_sentencepiece(["the cat, the hat"], 270)),
+        ["tokenizer.model: has 270 tokens, but the model of config.json has a vocab_size of 61"],
     ),
 }
 
@@ -151,6 +181,15 @@ def test_wrong_folders_are_named_and_leave_nothing(folder: Path, tmp_path: Path,
     for part in (str(folder), *parts):
         assert part in str(error.value)
     assert tree(tmp_path) == before
+
+
+def test_a_tied_head_of_the_same_numbers_is_none_of_its_own(folder: Path, tmp_path: Path) -> None:
+    change_config(folder, tie_word_embeddings=True)
+    change_tensors(folder, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
+    import_folder(folder, tmp_path / "checkpoint")
+    model = our_model(tmp_path / "checkpoint")
+    assert model.head is None
+    assert torch.equal(model.embedding.weight, load_file(folder / "model.safetensors")["model.embed_tokens.weight"])
 
 
 def test_code_beside_a_known_family_is_ignored(folder: Path, tmp_path: Path) -> None:

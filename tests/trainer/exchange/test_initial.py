@@ -252,7 +252,7 @@ def test_weights_alone_cannot_be_resumed(corpus: Path, gang: Gang, tmp_path: Pat
     assert gang.run(train_worker, words, world=1) == [0]
 
 
-def test_a_folder_that_lacks_a_weight_is_found_before_the_start(
+def test_a_folder_of_other_weights_is_found_before_the_start(
     folders: Callable[[str], Path], config_of: Callable[[Path], Path], tmp_path: Path
 ) -> None:
     from trainer.rundata import open_run_data
@@ -260,10 +260,17 @@ def test_a_folder_that_lacks_a_weight_is_found_before_the_start(
 
     source = Path(shutil.copytree(folders("llama"), tmp_path / "source"))
     config = load_config(config_of(source))
-    check_start(config, run_directory(config), open_run_data(config))
+    data = open_run_data(config)
+    check_start(config, run_directory(config), data)
+    content = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(content | {"tie_word_embeddings": True}))
+    tied = load_config(config_of(source))
+    with pytest.raises(UserError, match=r"'lm_head.weight' differs from 'model.embed_tokens.weight'"):
+        check_start(tied, run_directory(tied), data)
+    (source / "config.json").write_text(json.dumps(content))
     (source / "model.safetensors").unlink()
     with pytest.raises(UserError, match="has no weights"):
-        check_start(config, run_directory(config), open_run_data(config))
+        check_start(config, run_directory(config), data)
 
 
 def test_reading_the_config_imports_no_torch(

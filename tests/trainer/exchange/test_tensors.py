@@ -87,6 +87,7 @@ def test_types_become_fp32(tmp_path: Path, block: int, dtype: torch.dtype) -> No
         (lambda file: file.write_bytes(b"PK\x03\x04" * 100), "cut short, or no safetensors file"),
         (lambda file: file.write_bytes((8).to_bytes(8, "little") + b"[1, 2]  "), "no safetensors file"),
         (lambda file: file.write_bytes(file.read_bytes().replace(b"[2,3]", b"[2,4]")), "no safetensors file"),
+        (lambda file: file.write_bytes(file.read_bytes().replace(b"[2,3]", b'["x"]')), "no safetensors file"),
         (lambda file: file.unlink(), "cannot be read: No such file"),
     ],
 )
@@ -104,6 +105,26 @@ def test_a_part_that_no_file_has(tmp_path: Path) -> None:
     files = sharded(tmp_path, [{"t": ([0, 0], torch.zeros(2, 3))}, {"t": ([4, 0], torch.zeros(2, 3))}])
     with pytest.raises(UserError, match="a part of 't' is in none of the files"):
         StoredTensors(files, identity)
+
+
+def test_a_tensor_that_two_files_have(tmp_path: Path) -> None:
+    whole = torch.zeros(4, 3)
+    both = [{"t": ([0, 0], whole)}, {"t": ([0, 0], whole)}]
+    overlapping = [{"t": ([0, 0], whole[:3])}, {"t": ([2, 0], whole[2:])}]
+    for shards in (both, overlapping):
+        with pytest.raises(UserError, match=r"shard-0\.safetensors: has 't', as shard-1\.safetensors has once more"):
+            StoredTensors(sharded(tmp_path, shards), identity)
+
+
+def test_same_numbers_of_whatever_type(tmp_path: Path, block: int) -> None:
+    values = torch.randn(5, 7).bfloat16()
+    last = values.float()
+    last[-1, -1] += 1e-6
+    save_file({"a": values, "b": values.float(), "last": last, "shorter": values[:4].clone()}, tmp_path / "a")
+    stored = StoredTensors([tmp_path / "a"], identity)
+    assert stored.same("a", "b")
+    assert not stored.same("a", "last")
+    assert not stored.same("a", "shorter")
 
 
 def test_a_file_cut_short_after_it_was_opened(tmp_path: Path) -> None:
