@@ -139,7 +139,9 @@ def test_checkpoint_manifest_and_format(tiny: Tiny) -> None:
     assert sum(name.endswith(".safetensors") for name in files) == 2  # one a rank
 
 
-@pytest.mark.parametrize("optimizer", ["adam", "sgd", "adagrad", "rmsprop"])
+@pytest.mark.parametrize(
+    "optimizer", ["rmsprop", *(pytest.param(name, marks=pytest.mark.verify) for name in ("adam", "sgd", "adagrad"))]
+)
 def test_every_optimizer_resumes_bitwise(tiny: Tiny, optimizer: str) -> None:
     keys = [f"optim.name={optimizer}", "optim.weight_decay=0.01", "train.steps=6", "checkpoint.every=3"]
     keys.append("eval.batches=0")

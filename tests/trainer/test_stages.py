@@ -147,7 +147,7 @@ def test_each_stage_is_evaluated_on_what_it_reads(folder: Path) -> None:
 
 
 @pytest.mark.usefixtures("by_ranks")
-@pytest.mark.parametrize("stop", [3, FIRST_STAGE, 8])
+@pytest.mark.parametrize("stop", [3, *(pytest.param(stop, marks=pytest.mark.verify) for stop in (FIRST_STAGE, 8))])
 def test_resumed_on_two_ranks_after_four_is_fed_the_rest(
     gang: Gang, folder: Path, whole: list[list[Any]], stop: int
 ) -> None:
