@@ -116,23 +116,23 @@ def test_which_failure_is_told(
 
 
 def test_what_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error after the first step of an attempt, unless it says that it would come again."""
+    """An error after the first step of an attempt, but not a run that gave up."""
     from launch.local import _judge
 
     monkeypatch.setenv(STARTED, "0")
     run = RunDirectory(tmp_path / "run")
 
-    def retry(attempt: int, repeats: bool) -> bool:
+    def retry(attempt: int, whole: bool) -> bool:
         file = tmp_path / "logs" / f"attempt_{attempt}" / "0" / "error.json"
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps({"message": "boom\n", "exit_code": 1, "repeats": repeats}))
+        file.write_text(json.dumps({"message": "boom\n", "exit_code": 1, "whole": whole}))
         return _judge(tmp_path / "logs", attempt, {0: _Failure(1)}, run).retry  # type: ignore[dict-item]
 
-    assert not retry(0, repeats=False)
+    assert not retry(0, whole=False)
     run.events.record("running", attempt=0, step=1)
-    assert retry(0, repeats=False)
-    assert not retry(0, repeats=True)
-    assert not retry(1, repeats=False)
+    assert retry(0, whole=False)
+    assert not retry(0, whole=True)
+    assert not retry(1, whole=False)
 
 
 def _children(pid: int) -> list[int]:
