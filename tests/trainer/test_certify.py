@@ -104,7 +104,7 @@ FAULTS: dict[str, tuple[Fault, list[str], str]] = {
     ),
     # The mean of the ranks' means.
     "local denominator": (
-        ("trainer.loop", "valid = runtime.sum(int(batch.mask.sum()))", "valid = 2 * int(batch.mask.sum())"),
+        ("trainer.loop", "valid = runtime.count(int(batch.mask.sum()))", "valid = 2 * int(batch.mask.sum())"),
         ["data.packing=pad"],
         "loss",
     ),
@@ -134,8 +134,8 @@ FAULTS: dict[str, tuple[Fault, list[str], str]] = {
     "an uninitialised parameter": (
         (
             "trainer.initialize",
-            "local.detach().fill_(1.0 if init",
-            "init.kind == 'ones' and local.detach().fill_(1.0 if init",
+            "here.fill_(1.0 if init",
+            "init.kind == 'ones' and here.fill_(1.0 if init",
         ),
         ["model.attention_bias=true"],
         "initial weight of blocks.0.attention.wq.bias",

@@ -145,7 +145,7 @@ def test_the_one_before_is_taken(
 
 def test_before_processes_start_damage_is_left_to_them(run: RunDirectory, words: list[str]) -> None:
     """What can be read is checked: here that no step is left to make."""
-    config = load_config(words[0], [*words[1:], f"run.dir={run.path.parent}", "train.steps=2"])
+    config = load_config(words[0], [*words[1:], f"run.dir={run.path.parent}", "train.steps=1"])
     data = open_run_data(config)
     (run.checkpoint(3) / "trainer.json").write_text("{")
     with pytest.raises(UserError, match=f"{run.checkpoint(2)} has 2 steps already"):
