@@ -94,7 +94,14 @@ def plain_run(config: TrainingConfig, data: PreparedData, initial: dict[str, tor
     return result
 
 
-@pytest.mark.parametrize(("world", "keys"), [(1, []), (4, ["parallel.dp_replicate=2"]), (2, ["parallel.engine=ddp"])])
+@pytest.mark.parametrize(
+    ("world", "keys"),
+    [
+        (1, []),
+        (4, ["parallel.dp_replicate=2"]),
+        pytest.param(2, ["parallel.engine=ddp"], marks=pytest.mark.verify),
+    ],
+)
 def test_training_is_the_plain_loop(gang: Gang, corpus: Path, tmp_path: Path, world: int, keys: list[str]) -> None:
     """Losses, norms before a clip that bites, learning rates, evaluations and weights; fp32 sums in another order."""
     arguments = [f"data.corpus={corpus}", f"run.dir={tmp_path}", *KEYS, *keys]
