@@ -81,6 +81,7 @@ def test_repeat(corpus: Path) -> None:
     assert "repeatable: 2 steps twice, the same bits" in result.stdout
 
 
+@pytest.mark.verify
 def test_under_torchrun(corpus: Path) -> None:
     launcher = ["--standalone", "--nproc-per-node", "2", "--no-python", str(BIN / "gramian")]
     arguments = [*launcher, *words(corpus, "--steps", "1")]

@@ -94,6 +94,7 @@ def under_torchrun(corpus: Path, tmp_path: Path) -> Iterator[Launched]:
     launched.end()
 
 
+@pytest.mark.verify
 def test_under_torchrun(under_torchrun: Launched) -> None:
     """It starts workers again after a death; and after a stop, to which it does the same, they leave at once."""
     launched = under_torchrun
