@@ -69,6 +69,15 @@ def hash_file(path: Path, tell: Callable[[int], None] = lambda n_bytes: None) ->
     return digest.hexdigest()
 
 
+def read_json_lines(path: Path) -> list[Any]:
+    """The values of a file with one a line, without lines that a crash or a full disk cut off; none if it is absent."""
+    values = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        with contextlib.suppress(json.JSONDecodeError):
+            values.append(json.loads(line))
+    return values
+
+
 def hash_bytes(content: bytes) -> str:
     """BLAKE2b-256 of bytes, in hexadecimal."""
     return hashlib.blake2b(content, digest_size=32).hexdigest()

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from common.errors import UserError
-from data.checksums import BLOCK_BYTES, entry_of
+from data.checksums import entry_of
 from data.dataset import TokenStream
-from data.manifest import FORMAT, SPLITS, write_manifest
+from data.manifest import SPLITS, heading, with_totals, write_manifest
 from data.shards import TokenFile
 from data.tokenizer import Tokenizer
 
@@ -50,15 +50,9 @@ def adopt(folder: Path, prefixes: Mapping[str, Sequence[Path]], tokenizer: Token
             shards.append({"name": f"{split}-{number:05d}", **counts, **ends, "files": files})
             size = tokens.bin_path.stat().st_size
             sources.append({"file": str(tokens.bin_path), "bytes": size, "documents": tokens.n_documents})
-        totals = {what: sum(shard[what] for shard in shards) for what in ("documents", "tokens", "bytes")}
-        splits[split] = {**totals, "shards": shards}
+        splits[split] = with_totals(shards)
     manifest = {
-        "format": FORMAT,
-        "block_bytes": BLOCK_BYTES,
-        "dtype": stream.dtype.name,
-        "vocab_size": tokenizer.vocab_size,
-        "eos_id": tokenizer.eos_id,
-        "tokenizer": {"kind": tokenizer.kind, "file": name, "hash": tokenizer.hash, **entry_of(folder / name)},
+        **heading(stream.dtype.name, tokenizer, folder / name),
         "splits": splits,
         "sources": sources,
         "skipped": {},

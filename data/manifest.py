@@ -25,10 +25,14 @@ import hashlib
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from common.errors import UserError
 from common.files import atomic_write
+from data import checksums
+
+if TYPE_CHECKING:
+    from data.tokenizer import Tokenizer
 
 FORMAT = 2
 MANIFEST = "manifest.json"
@@ -37,6 +41,29 @@ REMAKE = "make the folder again"  # what to do about damage, in messages
 SPLITS = ("train", "eval")
 
 _SEALED = re.compile(rb'(?P<body>\{\n.*),\n  "hash": "(?P<hash>[0-9a-f]{64})"\n\}\n', re.DOTALL)
+
+
+def heading(dtype: str, tokenizer: Tokenizer, file: Path) -> dict[str, Any]:
+    """What a manifest begins with; `file` is the tokenizer's in the folder."""
+    return {
+        "format": FORMAT,
+        "block_bytes": checksums.BLOCK_BYTES,
+        "dtype": dtype,
+        "vocab_size": tokenizer.vocab_size,
+        "eos_id": tokenizer.eos_id,
+        "tokenizer": {
+            "kind": tokenizer.kind,
+            "file": file.name,
+            "hash": tokenizer.hash,
+            **checksums.entry_of(file),
+        },
+    }
+
+
+def with_totals(shards: list[dict[str, Any]]) -> dict[str, Any]:
+    """A split: its shards, and what they hold together."""
+    counts = {what: sum(shard[what] for shard in shards) for what in ("documents", "tokens", "bytes")}
+    return {**counts, "shards": shards}
 
 
 def write_manifest(folder: Path, content: dict[str, Any]) -> None:
@@ -53,12 +80,12 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             format.
     """
     path = folder / MANIFEST
-    if folder.with_name(f"{folder.name}.idx").is_file():
-        raise UserError(
-            f"{folder}: token files, and no dataset folder; `gramian data adopt {folder} --tokenizer FILE --out DIR` "
-            "makes one of them"
-        )
     if not folder.is_dir():
+        if folder.with_name(f"{folder.name}.idx").is_file():
+            raise UserError(
+                f"{folder}: token files, and no dataset folder; `gramian data adopt {folder} --tokenizer FILE --out "
+                "DIR` makes one of them"
+            )
         raise UserError(f"{folder}: no such dataset folder; `gramian tokenize --out {folder}` makes one")
     try:
         sealed = _SEALED.fullmatch(path.read_bytes())

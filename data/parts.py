@@ -16,7 +16,7 @@ import numpy as np
 from common.errors import UserError
 from common.files import atomic_write, locked
 from data.checksums import entry_of
-from data.manifest import JOURNAL, MANIFEST, SPLITS, read_manifest, write_manifest
+from data.manifest import JOURNAL, MANIFEST, SPLITS, read_manifest, with_totals, write_manifest
 from data.progress import Progress
 from data.tokenize import LOCK, Done, Job, cannot_write, tokenize
 
@@ -114,11 +114,10 @@ def _merged(folder: Path, names: list[str]) -> dict[str, Any]:
         files_before += len(manifest["sources"])
     tokenizer = folder / first["tokenizer"]["file"]
     atomic_write(tokenizer, (folder / names[0] / tokenizer.name).read_bytes())
-    splits = {}
-    for split in SPLITS:
-        of_parts = [manifest["splits"][split] for manifest in parts]
-        counts = {what: sum(counted[what] for counted in of_parts) for what in ("documents", "tokens", "bytes")}
-        splits[split] = {**counts, "shards": list(itertools.chain(*(counted["shards"] for counted in of_parts)))}
+    splits = {
+        split: with_totals(list(itertools.chain(*(manifest["splits"][split]["shards"] for manifest in parts))))
+        for split in SPLITS
+    }
     if not any(splits[split]["documents"] for split in SPLITS):
         raise UserError(f"{folder}: no document with any text in any of the {files_before} input files; give others")
     reasons = sorted({reason for manifest in parts for reason in manifest["skipped"]})

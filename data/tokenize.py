@@ -29,10 +29,9 @@ import numpy as np
 from common.errors import UserError
 from common.files import locked
 from common.logs import get_logger
-from data import checksums
 from data.encode import CHUNK_CHARS, Chunk, Encoded, Encoder, encode_here, encode_in_processes, read_chunks
 from data.journal import Journal, refuse_other
-from data.manifest import FORMAT, JOURNAL, MANIFEST, SPLITS, read_manifest, write_manifest
+from data.manifest import JOURNAL, MANIFEST, SPLITS, heading, read_manifest, with_totals, write_manifest
 from data.progress import Progress
 from data.readers import Position, Source
 from data.shards import TokenWriter
@@ -141,7 +140,7 @@ def write_dataset(folder: Path, job: Job, workers: int | None, progress: Progres
             f"{folder}: input files changed while they were read; remove the folder, and start again when they are "
             "at rest"
         )
-    manifest = _manifest(job, journal.entries, name, checksums.entry_of(folder / name))
+    manifest = _manifest(job, journal.entries, folder / name)
     write_manifest(folder, manifest)
     journal.remove()
     return Done(manifest, writer.documents, writer.tokens, writer.bytes, time.monotonic() - started)
@@ -243,24 +242,14 @@ def _place(position: Position) -> list[int]:
     return [position.file, position.record]
 
 
-def _manifest(job: Job, entries: list[dict[str, Any]], name: str, tokenizer_file: dict[str, Any]) -> dict[str, Any]:
+def _manifest(job: Job, entries: list[dict[str, Any]], tokenizer_file: Path) -> dict[str, Any]:
     """Everything that is known at the end: see `data/manifest.py`."""
-    splits = {}
-    for split in SPLITS:
-        shards = [entry["shards"][split] for entry in entries if split in entry["shards"]]
-        counts = {what: sum(shard[what] for shard in shards) for what in ("documents", "tokens", "bytes")}
-        splits[split] = {**counts, "shards": shards}
     documents: Counter[str] = Counter()
     for entry in entries:
         documents.update(entry["documents"])
     return {
-        "format": FORMAT,
-        "block_bytes": checksums.BLOCK_BYTES,
-        "dtype": job.dtype,
-        "vocab_size": job.tokenizer.vocab_size,
-        "eos_id": job.tokenizer.eos_id,
-        "tokenizer": {"kind": job.tokenizer.kind, "file": name, "hash": job.tokenizer.hash, **tokenizer_file},
-        "splits": splits,
+        **heading(job.dtype, job.tokenizer, tokenizer_file),
+        "splits": {s: with_totals([entry["shards"][s] for entry in entries if s in entry["shards"]]) for s in SPLITS},
         "sources": [
             {"file": file, "bytes": size, "documents": documents[str(i)]}
             for i, (file, size, _) in enumerate(job.sources)

@@ -157,13 +157,12 @@ class MatrixOptimizer(Optimizer):
                 state = batch.state if everything else {name: t[rows] for name, t in batch.state.items()}
                 gradients_BMN = torch.stack([wholes[batch.numbers[row]] for row in rows])
                 updates_BMN = self.rule.update(gradients_BMN, state, step)
-                if not everything:
-                    for name, tensor in batch.state.items():
-                        tensor[rows] = state[name]
                 if everything:
                     batch.steps.fill_(step)
                 else:
                     batch.steps[rows] = step
+                    for name, tensor in batch.state.items():
+                        tensor[rows] = state[name]
                 updates |= {batch.numbers[row]: update for row, update in zip(rows, updates_BMN, strict=True)}
         return updates | {i: torch.zeros_like(whole) for i, whole in wholes.items() if i not in updates}
 

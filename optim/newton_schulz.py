@@ -128,8 +128,10 @@ def newton_schulz(
     x_BMN, y_BMN = x_BMN.reshape(-1, m, n), result_BMN.view(-1, m, n)
     if m > n:
         x_BMN, y_BMN = x_BMN.mT, y_BMN.mT
-    copies_BSL = torch.empty(x_BMN.shape, dtype=dtype, device=x_BMN.device)  # as what is iterated on lies in memory
-    sizes = [len(x_BMN)] if on_gpu else batches(iterate, copies_BSL, options=(table,))
+    sizes = [len(x_BMN)]
+    if not on_gpu:
+        like_BSL = torch.empty(x_BMN.shape, dtype=dtype)  # as what is iterated on lies in memory
+        sizes = batches(iterate, like_BSL, options=(table,))
     for x_BSL, y_BSL in zip(x_BMN.split(sizes), y_BMN.split(sizes), strict=True):
         out_BSL = y_BSL if dtype == y_BSL.dtype and is_alone(y_BSL) and m <= n else None
         z_BSL = iterate(_normalised(x_BSL, table.safety).to(dtype), table, out_BSL)

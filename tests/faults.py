@@ -1,4 +1,4 @@
-"""Faults: a module of ours as it would be with one line written wrongly; files that find no room."""
+"""Faults: a module of ours with one line written wrongly, or as processes are to find it; files that find no room."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import inspect
 import resource
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -60,3 +61,29 @@ def files_below(n_bytes: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+_SITECUSTOMIZE = """
+import importlib.util, sys
+{patch}
+class Finder:
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        if name != "{module}":
+            return None
+        sys.meta_path.remove(cls)
+        spec = importlib.util.find_spec(name)
+        execute = spec.loader.exec_module
+        spec.loader.exec_module = lambda module: (execute(module), patch(module))
+        return spec
+
+sys.meta_path.insert(0, Finder)
+"""
+
+
+def patched_when_imported(folder: Path, module: str, patch: str) -> None:
+    """Let processes with `folder` on their PYTHONPATH call a function on a module of ours as soon as it is imported.
+
+    `patch` is the source of that function, which has this name. Python runs a `sitecustomize` at its start.
+    """
+    (folder / "sitecustomize.py").write_text(_SITECUSTOMIZE.format(module=module, patch=patch), encoding="utf-8")

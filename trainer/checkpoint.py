@@ -71,6 +71,8 @@ class Checkpointer:
         self._failures: list[Failure] = []  # since the last save that did not fail; the same on every rank
         self._step: int | None = None  # of the newest save that was begun
         self._began = time.monotonic()
+        # Of rank 0: seconds of the longest save of the run, other starts' included.
+        self.longest = max(run.events.seconds_of("save"), default=0.0) if runtime.is_main else 0.0
 
     def due(self, step: int) -> bool:
         """Whether to save after this step. Of the minutes rank 0's clock decides for all."""
@@ -234,6 +236,7 @@ class Checkpointer:
         if failure is None:
             took = {"seconds": round(seconds, 3), "stall_seconds": round(stall, 3)}
             events.record("save", step=step, bytes=self._room, **took)
+            self.longest = max(self.longest, seconds)
             _, trouble = _attempt(lambda: prune(self._run, self._config.keep, self._config.keep_every))
             if trouble is not None:
                 get_logger().warning("old checkpoints cannot be removed: %s", trouble.cause)

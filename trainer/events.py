@@ -12,6 +12,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from common.files import read_json_lines
+
 _TOLD = {"restart": "restart", "stop": "stop", "hang": "hang", "skip": "skipped step"}
 
 
@@ -47,12 +49,4 @@ class EventLog:
 
     def read(self) -> list[dict[str, Any]]:
         """All events, oldest first; a last line that a full disk cut off is left out."""
-        if not self.path.exists():
-            return []
-        events = []
-        for line in self.path.read_text(encoding="utf-8").splitlines():
-            try:
-                events.append(json.loads(line))
-            except json.JSONDecodeError:
-                continue
-        return events
+        return read_json_lines(self.path)

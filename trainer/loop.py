@@ -100,7 +100,7 @@ def _train(config: TrainingConfig, run: RunDirectory, runtime: Runtime) -> None:
             state = trainer_state(config, model_config, data, Progress(made, tokens, engine.scaler_state(), health))
             checkpointer.save(engine, state, data.tokenizer_path, last)
             if runtime.is_main:
-                runtime.stop.saves_take(max([time.perf_counter() - begin, *run.events.seconds_of("save")]))
+                runtime.stop.saves_take(max(time.perf_counter() - begin, checkpointer.longest))
         return True
 
     def save_now() -> None:

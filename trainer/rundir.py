@@ -14,7 +14,7 @@ import yaml
 
 from common.config import read_tree
 from common.errors import UserError
-from common.files import atomic_write, locked
+from common.files import atomic_write, locked, read_json_lines
 from trainer.config import TrainingConfig, as_this_version_writes, differences
 from trainer.events import EventLog
 
@@ -172,15 +172,7 @@ class RunDirectory:
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """All rows of metrics.jsonl; a last line that a crash cut short is left out."""
-        if not self.metrics_file.exists():
-            return []
-        rows = []
-        for line in self.metrics_file.read_text(encoding="utf-8").splitlines():
-            try:
-                rows.append(json.loads(line))
-            except json.JSONDecodeError:
-                break
-        return rows
+        return read_json_lines(self.metrics_file)
 
     def truncate_metrics(self, step: int) -> None:
         """Drop rows past `step`: a resumed run logs those steps again."""

@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from common.files import sync_directory
+from optim.boxes import local
 from trainer.exchange.tensors import STORED, Item, file_header
 
 _BLOCK = 1 << 26
@@ -68,8 +68,7 @@ class Shard:
         """The parts of the state that this rank writes, in the order of the file; they change as training goes on."""
         parts: list[Tensor] = []
         for item in self._items:
-            part = state[item.name].detach()
-            part = part.to_local() if isinstance(part, DTensor) else part
+            part = local(state[item.name])
             assert tuple(part.shape) == item.shape, item
             parts.append(part)
         return parts

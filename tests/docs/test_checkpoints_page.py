@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from pathlib import Path
 
 import pytest
-import yaml
 
-from common.config import apply_overrides, read_tree
-from tests.docs.test_docs import ROOT, SMALLER, commands, without_starting
+from tests.docs.test_docs import ROOT, commands, with_smaller_quickstart, without_starting
 from tests.gang import Gang
 from trainer.config import CheckpointConfig
 from trainer.rundir import RunDirectory
@@ -22,12 +19,8 @@ PAGE = ROOT / "docs" / "checkpoints.md"
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
     """Like the checkout, with the smaller quickstart config."""
-    folder = tmp_path_factory.mktemp("checkpoints-page")
-    shutil.copytree(ROOT / "configs", folder / "configs")
-    config = folder / "configs" / "quickstart.yaml"
-    tree = apply_overrides(read_tree(config), [*SMALLER, "train.sample_prompt=null", f"data.corpus={corpus}"])
-    config.write_text(yaml.safe_dump(tree), encoding="utf-8")
-    return folder
+    words = ("train.sample_prompt=null", f"data.corpus={corpus}")
+    return with_smaller_quickstart(tmp_path_factory.mktemp("checkpoints-page"), *words)
 
 
 def test_commands_run(gang: Gang, folder: Path) -> None:

@@ -116,9 +116,14 @@ def checkout(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
     """A folder that looks like the checkout, with the smaller quickstart config."""
     folder = tmp_path_factory.mktemp("checkout")
     (folder / "docs").symlink_to(ROOT / "docs")
+    return with_smaller_quickstart(folder, f"data.corpus={corpus}")
+
+
+def with_smaller_quickstart(folder: Path, *words: str) -> Path:
+    """The folder, with the checkout's configs in it, of which the quickstart is made smaller and changed by `words`."""
     shutil.copytree(ROOT / "configs", folder / "configs")
     config = folder / "configs" / "quickstart.yaml"
-    tree = apply_overrides(read_tree(config), [*SMALLER, f"data.corpus={corpus}"])
+    tree = apply_overrides(read_tree(config), [*SMALLER, *words])
     config.write_text(yaml.safe_dump(tree), encoding="utf-8")
     return folder
 

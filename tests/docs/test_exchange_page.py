@@ -6,15 +6,13 @@ import contextlib
 import json
 import re
 import runpy
-import shutil
 from pathlib import Path
 
 import pytest
-import yaml
 
-from common.config import apply_overrides, read_tree
+from common.config import read_tree
 from models.families import FAMILIES
-from tests.docs.test_docs import ROOT, SMALLER, blocks, commands, without_starting
+from tests.docs.test_docs import ROOT, blocks, commands, with_smaller_quickstart, without_starting
 from tests.gang import Gang
 from trainer.exchange import initial
 from trainer.exchange.tokenizers import ORIGINAL
@@ -25,12 +23,7 @@ PAGE = ROOT / "docs" / "exchange.md"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
-    folder = tmp_path_factory.mktemp("exchange-page")
-    shutil.copytree(ROOT / "configs", folder / "configs")
-    config = folder / "configs" / "quickstart.yaml"
-    tree = apply_overrides(read_tree(config), [*SMALLER, f"data.corpus={corpus}"])
-    config.write_text(yaml.safe_dump(tree), encoding="utf-8")
-    return folder
+    return with_smaller_quickstart(tmp_path_factory.mktemp("exchange-page"), f"data.corpus={corpus}")
 
 
 @pytest.fixture(scope="module")

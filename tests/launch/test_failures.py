@@ -12,15 +12,16 @@ from pathlib import Path
 
 import pytest
 
+from tests.faults import patched_when_imported
 from tests.gang import _free_port
 from tests.launch.commands import BIN, assert_refused, command, environment, tiny
 from tests.runs import TINY
 from trainer.rundir import RunDirectory
 from trainer.stop import STARTED
 
-# Python runs a `sitecustomize` at its start: this one lets rank 1 fail inside the loop, where rank 0 waits for it.
-_HOOK = """
-import importlib.util, os, sys
+# Rank 1 fails inside the loop, where rank 0 waits for it.
+_RANK_1_FAILS = """
+import os
 
 def patch(loop):
     def step(*_):
@@ -28,21 +29,8 @@ def patch(loop):
             from common.errors import UserError
             raise UserError("'data.corpus': only this rank sees it; mend it")
         raise RuntimeError("boom")
-    loop.train_step = step
-
-class Finder:
-    @classmethod
-    def find_spec(cls, name, path=None, target=None):
-        if name != "trainer.loop":
-            return None
-        sys.meta_path.remove(cls)
-        spec = importlib.util.find_spec(name)
-        execute = spec.loader.exec_module
-        spec.loader.exec_module = lambda module: (execute(module), patch(module))
-        return spec
-
-if os.environ.get("RANK") == "1":
-    sys.meta_path.insert(0, Finder)
+    if os.environ.get("RANK") == "1":
+        loop.train_step = step
 """
 
 
@@ -50,7 +38,7 @@ if os.environ.get("RANK") == "1":
 @pytest.mark.parametrize("fault", ["user error", "fault"])
 def test_what_one_rank_alone_sees_is_told_once(corpus: Path, tmp_path: Path, fault: str) -> None:
     """The other rank's error, that its peer is gone, is a consequence and is not shown."""
-    (tmp_path / "sitecustomize.py").write_text(_HOOK)
+    patched_when_imported(tmp_path, "trainer.loop", _RANK_1_FAILS)
     words = tiny(corpus, tmp_path / "runs", "--nproc", "2")
     result = command(*words, PYTHONPATH=str(tmp_path), FAULT=fault)
     outcome = json.loads((tmp_path / "runs" / "tiny" / "outcome.json").read_text())

@@ -9,15 +9,16 @@ from pathlib import Path
 
 import pytest
 
+from tests.faults import patched_when_imported
 from tests.gang import Gang
 from tests.launch.commands import BIN, environment, tiny
 from tests.runs import losses_and_norms, train_worker
 from trainer.manifest import damage
 from trainer.rundir import RunDirectory
 
-# Python runs a `sitecustomize` at its start: this one lets the save of step 4 write half of its file and then stand.
-_HOOK = """
-import importlib.util, os, sys, time
+# The save of step 4 writes half of its file and then stands.
+_HALF_A_FILE = """
+import os, time
 
 def patch(shard):
     def write(self, folder, parts, whole=shard.Shard.write):
@@ -27,26 +28,13 @@ def patch(shard):
             time.sleep(1000)
         return entry
     shard.Shard.write = write
-
-class Finder:
-    @classmethod
-    def find_spec(cls, name, path=None, target=None):
-        if name != "trainer.shard":
-            return None
-        sys.meta_path.remove(cls)
-        spec = importlib.util.find_spec(name)
-        execute = spec.loader.exec_module
-        spec.loader.exec_module = lambda module: (execute(module), patch(module))
-        return spec
-
-sys.meta_path.insert(0, Finder)
 """
 
 
 @pytest.mark.timeout(200)
 def test_killed_in_a_save(gang: Gang, corpus: Path, tmp_path: Path) -> None:
     """The torn one is ignored, the one before is taken, and a later save removes what is left."""
-    (tmp_path / "sitecustomize.py").write_text(_HOOK)
+    patched_when_imported(tmp_path, "trainer.shard", _HALF_A_FILE)
     words = tiny(corpus, tmp_path / "runs", "checkpoint.every=2", "train.steps=6", "eval.batches=0")
     run = RunDirectory(tmp_path / "runs" / "tiny")
     torn = run.checkpoint(4) / "shard-00001-model-00001-of-00001.safetensors"
