@@ -1,4 +1,4 @@
-"""`gramian checkpoint export` and `gramian checkpoint import`: to Hugging Face folders, and from them."""
+"""`gramian checkpoint export` and `gramian checkpoint import`: to Hugging Face folders and DeepSpeed, and from them."""
 
 from __future__ import annotations
 
@@ -36,11 +36,14 @@ def run_export(request: Request) -> None:
     """Write a checkpoint as a Hugging Face folder, or say what would be written."""
     check_writable("--json", request.json_file)
     max_bytes = _bytes(request.max_shard_size)
-    if request.to != "hf":
-        raise UserError(f"--to {request.to}: not known; only --to hf is there, a Hugging Face folder")
+    if request.to not in ("hf", "deepspeed"):
+        raise UserError(f"--to {request.to}: not known; choose hf, a Hugging Face folder, or deepspeed")
     if request.precision not in ("fp32", "bf16", "fp16"):
         raise UserError(f"--dtype {request.precision}: not known; choose fp32, bf16 or fp16")
     folder = find_checkpoint(request.checkpoint)
+    if request.to == "deepspeed":
+        _export_universal(folder, request)
+        return
 
     from trainer.exchange.export import export, plan_export
     from trainer.exchange.folders import check_new
@@ -63,9 +66,33 @@ def run_export(request: Request) -> None:
     _print_notes(report)
 
 
-def run_import(folder: Path, out: Path, eos: str | None, json_file: str | None) -> None:
-    """Write a Hugging Face folder as a checkpoint of weights."""
+def _export_universal(folder: Path, request: Request) -> None:
+    if request.dry_run or request.precision != "fp32":
+        raise UserError("--to deepspeed has fp32 weights and no --dry-run; leave --dtype and --dry-run out")
+
+    from trainer.exchange.universal import export_universal
+
+    with _progress("writing", None) as done:
+        report = export_universal(folder, request.out, done)
+    write_json(request.json_file, report)
+    if request.json_file != "-":
+        print(f"{request.out} holds step {report['step']}: {report['parameters']:,} parameters in fp32")
+        print(f"load it with engine.load_checkpoint('{request.out.parent}', tag='{request.out.name}')")
+    _print_notes(report)
+
+
+def run_import(
+    folder: Path, out: Path, eos: str | None, json_file: str | None, source: str = "hf", config: Path | None = None
+) -> None:
+    """Write a Hugging Face folder as a checkpoint of weights, or DeepSpeed's universal one as it is."""
     check_writable("--json", json_file)
+    if source not in ("hf", "deepspeed"):
+        raise UserError(f"--from {source}: not known; choose hf, a Hugging Face folder, or deepspeed")
+    if source == "hf" and config is not None:
+        raise UserError("--config does nothing with --from hf, whose config.json tells the model; leave it out")
+    if source == "deepspeed":
+        _import_universal(folder, out, config, json_file)
+        return
 
     from trainer.exchange.importing import import_folder
 
@@ -75,6 +102,25 @@ def run_import(folder: Path, out: Path, eos: str | None, json_file: str | None) 
     if json_file != "-":
         print(f"{out} holds {report['model_type']}: {report['parameters']:,} parameters in fp32")
         print(f"try  gramian generate {out} --prompt 'def'")
+    _print_notes(report)
+
+
+def _import_universal(folder: Path, out: Path, config: Path | None, json_file: str | None) -> None:
+    from trainer.config import load_config
+    from trainer.exchange.universal import import_universal
+
+    model = None
+    if config is not None:
+        tree = load_config(config)
+        size = tree.data.tokenizer.known_size if tree.data.reads_corpus else None
+        if tree.model.vocab_size is None and size is None:
+            raise UserError(f"--config {config}: does not tell the size of the vocabulary; set model.vocab_size in it")
+        model = tree.model if size is None else tree.model.with_vocab_size(size)
+    with _progress("reading", None) as done:
+        report = import_universal(folder, out, model, done)
+    write_json(json_file, report)
+    if json_file != "-":
+        print(f"{out} holds step {report['step']}: {report['parameters']:,} parameters in fp32")
     _print_notes(report)
 
 

@@ -287,13 +287,19 @@ def export_checkpoint(
         Path, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="Run directory or checkpoint folder.")
     ],
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder to make.")],
-    to: Annotated[str, typer.Option(metavar="hf", help="What to make: hf, a folder that transformers reads.")] = "hf",
+    to: Annotated[
+        str,
+        typer.Option(
+            metavar="hf|deepspeed",
+            help="What to make: hf, a folder that transformers reads; deepspeed, a universal checkpoint.",
+        ),
+    ] = "hf",
     dtype: Annotated[str, typer.Option(help="Type of the weights: fp32, bf16 or fp16.")] = "fp32",
     max_shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Most bytes of weights in a file.")] = "5GB",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List files and sizes, and write nothing.")] = False,
     json_file: JsonFile = None,
 ) -> None:
-    """Write a model as a Hugging Face folder: config, tokenizer, safetensors."""
+    """Write a model as a Hugging Face folder (config, tokenizer, safetensors), or with its optimizer for DeepSpeed."""
     with user_errors():
         from launch.checkpoint import Request, run_export
 
@@ -302,18 +308,29 @@ def export_checkpoint(
 
 @checkpoint_app.command("import")
 def import_checkpoint(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Hugging Face folder.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Hugging Face folder, or a universal checkpoint.")],
     out: Annotated[Path, typer.Option(metavar="CHECKPOINT", help="Checkpoint folder to make.")],
     eos: Annotated[
         str | None, typer.Option(metavar="NAME", help="Token that ends a document, where the folder does not tell.")
     ] = None,
+    source: Annotated[
+        str,
+        typer.Option("--from", metavar="hf|deepspeed", help="What it is: hf, or deepspeed's universal checkpoint."),
+    ] = "hf",
+    config: Annotated[
+        Path | None,
+        typer.Option(metavar="CONFIG", help="--from deepspeed: whose `model` it is, where the folder does not tell."),
+    ] = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Write a Hugging Face folder as a checkpoint of weights, to generate from, or to train on with model.init_from."""
+    """Write a Hugging Face folder as a checkpoint of weights, to generate from, or to train on with model.init_from.
+
+    A universal checkpoint of DeepSpeed that gramian made becomes a whole checkpoint again.
+    """
     with user_errors():
         from launch.checkpoint import run_import
 
-        run_import(folder, out, eos, json_file)
+        run_import(folder, out, eos, json_file, source, config)
 
 
 def run() -> None:

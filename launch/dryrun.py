@@ -23,13 +23,11 @@ def print_plan(config: TrainingConfig, layout: Layout) -> None:
     model = config.model.with_vocab_size(n_tokens)
     console.print(parameter_table(model))
     if config.optim.is_rule:
-        from optim.matrix import MatrixOptimizer
         from optim.table import routing_table
-        from trainer.build import planned_optimizer
+        from trainer.build import planned_routing
 
-        optimizer = planned_optimizer(config, model, layout)
-        assert isinstance(optimizer, MatrixOptimizer)
-        console.print(routing_table(optimizer, config.optim.name, config.optim.lr) + "\n", markup=False)
+        routing = planned_routing(config, model, layout)
+        console.print(routing_table(routing, config.optim.name, config.optim.lr) + "\n", markup=False)
     for stage in config.plan:
         of_stage = layout.at(stage.number)
         forward = forward_flops_per_token(model, of_stage.seq_len, causal=True)

@@ -70,6 +70,8 @@ def _end_with_launcher() -> None:
 def main(arguments: list[str]) -> None:
     """Command line of a worker."""
     with user_errors():
+        # The `deepspeed` launcher says in front what LOCAL_RANK says too.
+        arguments = arguments[1:] if arguments and arguments[0].startswith("--local_rank=") else arguments
         if not arguments:
             raise UserError("usage: torchrun --nproc-per-node N -m launch.worker CONFIG [key.path=value ...]")
         run(arguments[0], arguments[1:])

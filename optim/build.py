@@ -6,31 +6,15 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from common.errors import UserError
 from optim.config import RULES, OptimConfig
+from optim.elementwise import ELEMENTWISE, elementwise
 from optim.matrix import MatrixOptimizer
 from optim.ownership import matrices_of
 from optim.rule import Rule
-
-_CLASSES: dict[str, type[Optimizer]] = {
-    "adamw": torch.optim.AdamW,
-    "adam": torch.optim.Adam,
-    "sgd": torch.optim.SGD,
-    "adagrad": torch.optim.Adagrad,
-    "rmsprop": torch.optim.RMSprop,
-}
-# The state tensors of each optimizer, shaped like the parameter. Adagrad makes its own in its constructor.
-_MOMENTS = {
-    "adamw": ("exp_avg", "exp_avg_sq"),
-    "adam": ("exp_avg", "exp_avg_sq"),
-    "sgd": ("momentum_buffer",),
-    "adagrad": (),
-    "rmsprop": ("square_avg", "momentum_buffer"),
-}
 
 
 def parameter_groups(
@@ -78,11 +62,7 @@ def build_optimizer(
         if not matrices:
             raise UserError(f"'optim.name' is {config.name}, but the model has no matrix for it; use adamw")
         return MatrixOptimizer(groups, matrices, make_rule(config))
-    # torch's fused kernels round differently in a tensor's last elements, so a shard would not equal its part of the
-    # whole, bit for bit; the foreach kernels do.
-    optimizer = _CLASSES[config.name](groups, lr=config.lr, foreach=True, **config.resolved())  # type: ignore[call-arg]
-    _create_state(optimizer, config)
-    return optimizer
+    return elementwise(groups, config.name, config.resolved())
 
 
 def make_rule(config: OptimConfig) -> Rule:
@@ -118,24 +98,12 @@ def named_state(optimizer: Optimizer) -> dict[str, Tensor]:
 
     A rule for matrices keeps a matrix' state on one rank: what ranks have differs, and together it is all.
     """
-    if isinstance(optimizer, MatrixOptimizer):
-        return optimizer.named_state()
+    if not isinstance(optimizer, ELEMENTWISE):
+        state: dict[str, Tensor] = optimizer.named_state()  # type: ignore[attr-defined]
+        return state
     result: dict[str, Tensor] = {}
     for group in optimizer.param_groups:
         for name, parameter in zip(group["names"], group["params"], strict=True):
             for key, value in sorted(optimizer.state[parameter].items()):
                 result[f"{name}.{key}"] = value if value.ndim else value.view(1)
     return result
-
-
-def _create_state(optimizer: Optimizer, config: OptimConfig) -> None:
-    """Fill in the state that `torch.optim` would make lazily: zeros, which give the same first step bit for bit."""
-    momentum = config.resolved().get("momentum")
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            state = optimizer.state[parameter]
-            for key in _MOMENTS[config.name]:
-                if key != "momentum_buffer" or momentum:
-                    state[key] = torch.zeros_like(parameter)
-            if config.name != "sgd" and "step" not in state:
-                state["step"] = torch.zeros((), dtype=torch.float32)

@@ -24,11 +24,23 @@ Index = tuple[slice, ...]
 
 
 class Piece:
-    """A part of a matrix that one rank holds: the matrix' number in its bucket, and where the part is in a tensor."""
+    """A part of a matrix that one rank holds: the matrix' number in its bucket, and where the part is in a tensor.
 
-    def __init__(self, matrix: int, at: Index) -> None:
-        self.matrix, self.at = matrix, at
+    That is the whole matrix, or, of what a rank holds of a parameter, the box of a number.
+    """
+
+    def __init__(self, matrix: int, at: Index, box: int = 0) -> None:
+        self.matrix, self.at, self.box = matrix, at, box
         self.shape = tuple(side.stop - side.start for side in at)
+
+
+class Returned(NamedTuple):
+    """An update that came back: of which parameter, in which of this rank's boxes of it, where there."""
+
+    parameter: str
+    box: int
+    at: Index
+    values: Tensor
 
 
 class Message(NamedTuple):
@@ -52,7 +64,11 @@ class Bucket:
     """Matrices that travel together."""
 
     def __init__(
-        self, matrices: Sequence[Matrix], owners: Sequence[int], held: Mapping[str, Sequence[Box]], ranks: Ranks
+        self,
+        matrices: Sequence[Matrix],
+        owners: Sequence[int],
+        held: Mapping[str, Sequence[Sequence[Box]]],
+        ranks: Ranks,
     ):
         """`owners` by matrix; `held`: the boxes of every rank, by parameter."""
         self.matrices, self._ranks = list(matrices), ranks
@@ -64,10 +80,12 @@ class Bucket:
                 in_matrix = Piece(i, part.within(matrix.box)[-2:])
                 # Of copies the nearest one is sent: replicas may be far from one another.
                 giver = min(holders, key=lambda rank: (abs(rank - owner), rank))
-                if giver == ranks.mine:
-                    given[owner].append(Piece(i, part.within(here)))
                 if ranks.mine in holders:
-                    home[owner].append(Piece(i, part.within(here)))
+                    box = holders[ranks.mine]
+                    at_home = Piece(i, part.within(here[box]), box)
+                    home[owner].append(at_home)
+                    if giver == ranks.mine:
+                        given[owner].append(at_home)
                 if owner == ranks.mine:
                     taken[giver].append(in_matrix)
                     for holder in holders:
@@ -77,16 +95,16 @@ class Bucket:
         )
 
     def gather(
-        self, gradients: Mapping[str, Tensor], device: torch.device, share: bool = False
+        self, gradients: Mapping[str, Sequence[Tensor]], device: torch.device, share: bool = False
     ) -> Callable[[], dict[int, Tensor]]:
-        """Start this rank's parts of gradients on their way to owners.
+        """Start this rank's parts of gradients, box by box, on their way to owners.
 
         What it returns waits for this rank's matrices, and gives them whole by their number in the bucket, in fp32;
         with `share` they may be views of `gradients`, where those are whole already.
         """
 
         def part(piece: Piece) -> Tensor:
-            return gradients[self.matrices[piece.matrix].parameter][piece.at]
+            return gradients[self.matrices[piece.matrix].parameter][piece.box][piece.at]
 
         arrive = self._exchange([part(piece) for piece in self._given.pieces], self._given, self._taken, device)
         kept = [
@@ -107,13 +125,10 @@ class Bucket:
 
         return finish
 
-    def scatter(
-        self, updates: Mapping[int, Tensor], device: torch.device
-    ) -> Callable[[], list[tuple[str, Index, Tensor]]]:
+    def scatter(self, updates: Mapping[int, Tensor], device: torch.device) -> Callable[[], list[Returned]]:
         """Start the updates of this rank's matrices on their way to all that hold a part of them.
 
-        What it returns waits for this rank's parts, and gives parameter, index in what is held of it, and values, which
-        may share memory with `updates`.
+        What it returns waits for this rank's parts, whose values may share memory with `updates`.
         """
         sent = [updates[piece.matrix][piece.at] for piece in self._returned.pieces]
         arrive = self._exchange(sent, self._returned, self._home, device)
@@ -122,7 +137,8 @@ class Bucket:
             for piece, home in zip(self._returned.kept, self._home.kept, strict=True)
         ]
         return lambda: [
-            (self.matrices[piece.matrix].parameter, piece.at, values) for piece, values in (*kept, *arrive())
+            Returned(self.matrices[piece.matrix].parameter, piece.box, piece.at, values)
+            for piece, values in (*kept, *arrive())
         ]
 
     def _exchange(
@@ -147,7 +163,7 @@ class Bucket:
 def buckets(
     matrices: Sequence[Matrix],
     owners: Sequence[int],
-    held: Mapping[str, Sequence[Box]],
+    held: Mapping[str, Sequence[Sequence[Box]]],
     ranks: Ranks,
     size: int = BUCKET_SIZE,
 ) -> list[Bucket]:
@@ -171,11 +187,12 @@ def _cut(sizes: Sequence[int], limit: int) -> list[list[int]]:
     return [run for run in runs if run]
 
 
-def _parts(matrix: Matrix, held: Sequence[Box]) -> dict[Box, list[int]]:
-    """The parts that ranks hold of a matrix, each with the ranks that do."""
-    parts: dict[Box, list[int]] = {}
-    for rank, box in enumerate(held):
-        part = box.meet(matrix.box)
-        if part.numel:
-            parts.setdefault(part, []).append(rank)
+def _parts(matrix: Matrix, held: Sequence[Sequence[Box]]) -> dict[Box, dict[int, int]]:
+    """The parts that ranks hold of a matrix, each with the ranks that do and the number of their box it is in."""
+    parts: dict[Box, dict[int, int]] = {}
+    for rank, boxes in enumerate(held):
+        for number, box in enumerate(boxes):
+            part = box.meet(matrix.box)
+            if part.numel:
+                parts.setdefault(part, {})[rank] = number
     return parts

@@ -58,7 +58,10 @@ def matrices_of(name: str, shape: Sequence[int], role: Mapping[str, Any], split_
 
 
 def choose_owners(
-    matrices: Sequence[Matrix], held: Mapping[str, Sequence[Box]], cost: Callable[[int, int], float], ranks: int
+    matrices: Sequence[Matrix],
+    held: Mapping[str, Sequence[Sequence[Box]]],
+    cost: Callable[[int, int], float],
+    ranks: int,
 ) -> list[int]:
     """The rank that updates each matrix.
 
@@ -68,7 +71,7 @@ def choose_owners(
     work, owners = [0.0] * ranks, [0] * len(matrices)
     costs = [cost(*matrix.shape) for matrix in matrices]
     at_home = [
-        [rank for rank, box in enumerate(held[matrix.parameter]) if box.meet(matrix.box) == matrix.box]
+        [rank for rank, boxes in enumerate(held[matrix.parameter]) if matrix.box in map(matrix.box.meet, boxes)]
         for matrix in matrices
     ]
     order = sorted(range(len(matrices)), key=lambda i: (len(at_home[i]) or ranks, -costs[i], i))

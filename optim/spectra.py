@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import AdamW, Optimizer
 
-from optim.boxes import held_boxes, local, ranks_of
+from optim.boxes import held_boxes, local, pieces, ranks_of
 from optim.config import MATRIX_ROLES
 from optim.exchange import BUCKET_SIZE, Bucket, buckets
 from optim.matrix import MatrixOptimizer
@@ -67,9 +67,9 @@ class Spectra:
     @torch.no_grad()
     def before(self) -> None:
         """Look at gradients, which clipping or scaling may still change by a factor, and weights."""
-        weights = {name: local(p) for name, p in self._parameters.items()}
+        weights = {name: pieces(p) for name, p in self._parameters.items()}
         gradients = {
-            name: torch.zeros_like(weights[name]) if p.grad is None else local(p.grad)
+            name: [torch.zeros_like(part) for part in pieces(p)] if p.grad is None else pieces(p.grad)
             for name, p in self._parameters.items()
         }
         self._found, self._kept = {}, []
@@ -87,7 +87,7 @@ class Spectra:
             By parameter, `gradient` and `weight` (before the update), as in `spectrum`, and `update`, as in
             `of_update`.
         """
-        weights = {name: local(p) for name, p in self._parameters.items()}
+        weights = {name: pieces(p) for name, p in self._parameters.items()}
         for bucket, kept in zip(self._buckets, self._kept, strict=True):
             for i, weight in bucket.gather(weights, self._device)().items():
                 group = self._group_of[bucket.matrices[i].parameter]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from optim.matrix import MatrixOptimizer
+from optim.ownership import Matrix
+from optim.rule import Rule
 
 HEADER = ("parameters", "matrices", "rule", "lr", "scale", "decay", "owners")
 
@@ -23,23 +25,40 @@ class Row(NamedTuple):
     owners: list[int]  # ranks that compute the update; empty: each rank that of its part
 
 
-def routing_rows(optimizer: MatrixOptimizer, rule: str, lr: float) -> list[Row]:
+class Routing(NamedTuple):
+    """What an optimizer with a rule for matrices does with which parameter."""
+
+    groups: list[dict[str, Any]]  # with `names`, `lr_scale` and `weight_decay`
+    shapes: Mapping[str, tuple[int, ...]]  # of the parameters
+    owned: Sequence[tuple[Matrix, int]]  # each matrix, and the rank that updates it
+    rule: Rule
+    unknown: str = ""  # what to say in place of owners, if anything
+
+
+def routing_of(optimizer: MatrixOptimizer) -> Routing:
+    """That of an optimizer of named parameters."""
+    shapes = {n: tuple(p.shape) for g in optimizer.param_groups for n, p in zip(g["names"], g["params"], strict=True)}
+    owned = list(zip(optimizer.matrices, optimizer.owners, strict=True))
+    return Routing(optimizer.param_groups, shapes, owned, optimizer.rule)
+
+
+def routing_rows(routing: Routing, rule: str, lr: float) -> list[Row]:
     """Rows of the table, in the model's order. `lr` is `optim.lr`, `rule` what the config calls it."""
     owned: dict[str, list[tuple[tuple[int, int], int]]] = {}
-    for matrix, owner in zip(optimizer.matrices, optimizer.owners, strict=True):
+    for matrix, owner in routing.owned:
         owned.setdefault(matrix.parameter, []).append((matrix.shape, owner))
     rows: dict[tuple[object, ...], Row] = {}
-    for group in optimizer.param_groups:
-        for name, parameter in zip(group["names"], group["params"], strict=True):
+    for group in routing.groups:
+        for name in group["names"]:
             shapes = [shape for shape, _ in owned.get(name, [])]
             peak, decay = lr * group["lr_scale"], group["weight_decay"]
             if shapes:
                 counts = {shape: shapes.count(shape) for shape in shapes}
                 what = ", ".join(_times(count, shape) for shape, count in counts.items())
-                scales = {optimizer.rule.factor(*shape) for shape in shapes}
+                scales = {routing.rule.factor(*shape) for shape in shapes}
                 row = Row([], what, rule, peak, min(scales), decay, [])
             else:
-                row = Row([], _times(1, tuple(parameter.shape)), "adamw", peak, 1.0, decay, [])
+                row = Row([], _times(1, routing.shapes[name]), "adamw", peak, 1.0, decay, [])
             key = (re.sub(r"\d+", "*", name), *row[1:6])
             row = rows.setdefault(key, row)
             row.names.append(name)
@@ -47,11 +66,11 @@ def routing_rows(optimizer: MatrixOptimizer, rule: str, lr: float) -> list[Row]:
     return list(rows.values())
 
 
-def routing_table(optimizer: MatrixOptimizer, rule: str, lr: float) -> str:
+def routing_table(routing: Routing, rule: str, lr: float) -> str:
     """The table as text, one row a line."""
     lines = [HEADER]
-    for row in routing_rows(optimizer, rule, lr):
-        owners = f"ranks {_ranges(row.owners)}" if row.owners else "each its part"
+    for row in routing_rows(routing, rule, lr):
+        owners = (routing.unknown or f"ranks {_ranges(row.owners)}") if row.owners else "each its part"
         lines.append(
             (_pattern(row.names), row.matrices, row.rule, f"{row.lr:g}", f"{row.scale:.3g}", f"{row.decay:g}", owners)
         )

@@ -171,7 +171,7 @@ class Checkpointer:
             raise RuntimeError(f"saving a checkpoint failed: {cause}")
 
     def _write(
-        self, shard: Shard, parts: list[Tensor], trainer_state: dict[str, Any], tokenizer: Path, stall: float
+        self, shard: Shard, parts: list[list[Tensor]], trainer_state: dict[str, Any], tokenizer: Path, stall: float
     ) -> None:
         """In the background: write, commit, tell. Whatever goes wrong on a rank, all hear of it and none waits."""
         try:
@@ -179,7 +179,7 @@ class Checkpointer:
             folder = self._run.checkpoint(step)
             failure = self._agree(lambda: self._make(folder, tokenizer))
             if failure is None:
-                mine, trouble = _attempt(lambda: {shard.name: shard.write(folder, parts)} if shard.bytes else {})
+                mine, trouble = _attempt(lambda: shard.write(folder, parts))
                 gathered: list[Any] = [None] * self._runtime.world_size
                 dist.gather_object((mine, trouble), gathered if self._runtime.is_main else None, group=self._group)
                 failure = self._agree(lambda: self._commit(folder, gathered, trainer_state, tokenizer))

@@ -40,6 +40,14 @@ def global_norm(gradients: Iterable[Tensor]) -> float:
     return float(total**0.5)
 
 
+def disjoint_norm(parts: Iterable[Tensor]) -> float:
+    """Like `global_norm`, of what ranks hold of gradients that no two of them have the same element of."""
+    squares = [_sum_of_squares(part) for part in parts]
+    total = torch.stack(squares).sum()
+    dist.all_reduce(total)
+    return float(total.item() ** 0.5)
+
+
 def _sum_of_squares(tensor: Tensor) -> Tensor:
     total = torch.zeros((), dtype=torch.float64, device=tensor.device)
     for chunk in tensor.detach().reshape(-1).split(_CHUNK):

@@ -143,15 +143,20 @@ class TrainConfig(Config):
 class ParallelConfig(Config):
     """How the work is laid over processes. It changes no number beyond rounding."""
 
-    engine: Literal["fsdp", "ddp"] = Field(
-        "fsdp", description="fsdp: parameters, gradients and optimizer state sharded; ddp: replicated on every rank."
+    engine: Literal["fsdp", "ddp", "deepspeed"] = Field(
+        "fsdp",
+        description="fsdp: parameters, gradients and optimizer state sharded; ddp: replicated on every rank; "
+        "deepspeed: DeepSpeed's ZeRO.",
     )
     dp_replicate: int = Field(
         1, ge=1, description="fsdp: number of replicas of the sharded model (HSDP); ddp: leave it at 1."
     )
     dp_shard: int = Field(-1, description="fsdp: ranks that share one copy of the model; -1: all that are left.")
     ep: int = Field(
-        1, ge=1, description="fsdp: ranks, of those of dp_shard x tp, over which the experts of a layer are spread."
+        1,
+        ge=1,
+        description="fsdp, deepspeed at stages 1 and 2: ranks, of those of dp_shard x tp, over which the experts of a "
+        "layer are spread.",
     )
     tp: int = Field(
         1,
@@ -163,8 +168,28 @@ class ParallelConfig(Config):
         False, description="Whether the ranks of tp may be on several machines, between which they talk in every layer."
     )
 
+    zero_stage: Literal[0, 1, 2, 3] | None = Field(
+        None,
+        description="deepspeed: what is cut over ranks. 0: nothing; 1: optimizer state; 2: gradients too; 3: "
+        "parameters too; absent: 2.",
+    )
+    offload: Literal["none", "optimizer", "optimizer+params"] = Field(
+        "none",
+        description="deepspeed: what lives in the host's memory, and is updated there. optimizer: fp32 weights and "
+        "optimizer state, from stage 1 on; optimizer+params: parameters too, at stage 3.",
+    )
+    deepspeed_config: str | None = Field(
+        None, description="deepspeed: a DeepSpeed JSON, whose keys must not contradict those here; null: none."
+    )
+
+    @property
+    def stage(self) -> int:
+        """`zero_stage`, or its default."""
+        return 2 if self.zero_stage is None else self.zero_stage
+
     @model_validator(mode="after")
     def _check(self) -> ParallelConfig:
+        self._check_deepspeed()
         if self.dp_shard != -1 and self.dp_shard < 1:
             raise ValueError(f"'dp_shard' must be positive, or -1 for all ranks that are left, got {self.dp_shard}")
         if self.engine == "ddp" and (self.dp_replicate != 1 or self.dp_shard not in (-1, 1)):
@@ -175,6 +200,32 @@ class ParallelConfig(Config):
             if self.engine == "ddp" and getattr(self, key) != 1:
                 raise ValueError(f"engine ddp replicates everything; remove {key}, or use engine: fsdp")
         return self
+
+    def _check_deepspeed(self) -> None:
+        for key, absent in (("zero_stage", None), ("offload", "none"), ("deepspeed_config", None)):
+            if self.engine != "deepspeed" and getattr(self, key) != absent:
+                raise ValueError(
+                    f"'{key}' does nothing under engine: {self.engine} (it belongs to deepspeed); remove it"
+                )
+        if self.engine != "deepspeed":
+            return
+        for key in ("dp_replicate", "tp"):
+            if getattr(self, key) != 1:
+                raise ValueError(f"engine deepspeed has no {key}; remove it, or use engine: fsdp")
+        if self.offload == "optimizer+params" and self.stage != 3:
+            raise ValueError(
+                f"'offload: optimizer+params' needs parameters to be cut, and 'zero_stage' is {self.stage}; set "
+                f"zero_stage: 3, or offload: optimizer"
+            )
+        if self.offload == "optimizer" and self.stage == 0:
+            raise ValueError(
+                "'offload: optimizer' needs optimizer state to be cut, and 'zero_stage' is 0; set zero_stage: 1, 2 or 3"
+            )
+        if self.ep > 1 and self.stage in (0, 3):
+            raise ValueError(
+                f"'ep' ({self.ep}) goes with zero_stage 1 or 2, not with {self.stage}; set one of them, or use "
+                f"engine: fsdp"
+            )
 
 
 class CheckpointConfig(Config):
@@ -286,6 +337,38 @@ class TrainingConfig(Config):
                 f"'model.vocab_size' ({vocab_size}) is smaller than 'data.tokenizer.vocab_size' "
                 f"({n_tokens}): some tokens would have no embedding; "
                 f"set model.vocab_size=null to take the tokenizer's"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_engine(self) -> TrainingConfig:
+        parallel, train = self.parallel, self.train
+        if parallel.engine != "deepspeed":
+            return self
+        if parallel.stage == 0 and train.precision != "fp32":
+            raise UserError(
+                f"'train.precision' is {train.precision}, for which DeepSpeed at 'parallel.zero_stage' 0 has no fp32 "
+                f"weights that could be cut again; set parallel.zero_stage=2"
+            )
+        if parallel.stage == 1 and train.precision == "bf16" and parallel.offload == "none":
+            raise UserError(
+                "'train.precision' is bf16, for which DeepSpeed at 'parallel.zero_stage' 1 has an optimizer of another "
+                "make; set parallel.zero_stage=2"
+            )
+        if parallel.stage == 3 and train.compile:
+            raise UserError(
+                "'train.compile' does not go with 'parallel.zero_stage' 3, which gathers parameters between the "
+                "operators of a block; set parallel.zero_stage=2, or parallel.engine=fsdp"
+            )
+        if parallel.stage == 3 and train.activation_checkpointing == "selective":
+            raise UserError(
+                "'train.activation_checkpointing' is selective, which cannot tell the gathering of parameters at "
+                "'parallel.zero_stage' 3 from what a block computes; set it to full, or parallel.zero_stage=2"
+            )
+        if self.log.spectra_every:
+            raise UserError(
+                "'log.spectra_every' looks at gradients that DeepSpeed does not keep; set it to 0, or "
+                "parallel.engine=fsdp"
             )
         return self
 

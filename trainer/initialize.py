@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from models.init import Init
-from optim.boxes import local
+from optim.boxes import Box, Parts, pieces
 
 # Elements are made in whole blocks that start at multiples of this, so that an element goes through the same vector
 # instructions, at the same place in the same array, whichever rank makes it.
@@ -28,17 +28,17 @@ def initialize(parameters: Mapping[str, Tensor], inits: Mapping[str, Init], seed
     """Fill parameters in place.
 
     Args:
-        parameters: name to materialised parameter, plain or DTensor (its local part is filled).
+        parameters: name to materialised parameter, plain or DTensor or in parts (what is local is filled).
         inits: name to the distribution that the model declares; every parameter must have one.
         seed: `run.seed`.
     """
     for name, parameter in parameters.items():
-        init, here = inits[name], local(parameter)
-        if init.kind == "normal":
-            values = _draw_local(seed, name, init.std, parameter)
-            here.copy_(torch.from_numpy(values))
-        else:
-            here.fill_(1.0 if init.kind == "ones" else 0.0)
+        init, shape = inits[name], tuple(parameter.shape)
+        for box, here in zip(_local_boxes(parameter), pieces(parameter), strict=True):
+            if init.kind == "normal":
+                here.copy_(torch.from_numpy(_draw(seed, name, init.std, shape, box)))
+            else:
+                here.fill_(1.0 if init.kind == "ones" else 0.0)
 
 
 def local_box(parameter: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -49,16 +49,20 @@ def local_box(parameter: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return shape, (0,) * len(shape)
 
 
-def _draw_local(seed: int, name: str, std: float, parameter: Tensor) -> np.ndarray:
-    """This rank's part of a normal parameter, float32, in its local shape."""
-    shape = tuple(parameter.shape)
-    local_shape, offset = local_box(parameter)
-    if math.prod(local_shape) == 0:
-        return np.zeros(local_shape, dtype=np.float32)
+def _local_boxes(parameter: Tensor) -> list[Box]:
+    if isinstance(parameter, Parts):
+        return parameter.here
+    shape, offset = local_box(parameter)
+    return [Box(tuple(offset), tuple(o + n for o, n in zip(offset, shape, strict=True)))]
+
+
+def _draw(seed: int, name: str, std: float, shape: tuple[int, ...], box: Box) -> np.ndarray:
+    """A box of a normal parameter of this shape, float32."""
+    if box.numel == 0:
+        return np.zeros(box.shape, dtype=np.float32)
     row = math.prod(shape[1:])
-    start, stop = offset[0] * row, (offset[0] + local_shape[0]) * row
-    rows = normal(seed, name, start, stop, std).reshape(local_shape[0], *shape[1:])
-    inner = tuple(slice(o, o + n) for o, n in zip(offset[1:], local_shape[1:], strict=True))
+    rows = normal(seed, name, box.start[0] * row, box.stop[0] * row, std).reshape(box.shape[0], *shape[1:])
+    inner = tuple(slice(start, stop) for start, stop in zip(box.start[1:], box.stop[1:], strict=True))
     return np.ascontiguousarray(rows[(slice(None), *inner)])
 
 

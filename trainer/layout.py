@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass, replace
 
 from common.errors import UserError
 from common.ranks import ranks_on_this_machine
 from trainer.config import TrainingConfig
+from trainer.engines.zero_config import check_accelerate, zero_config
 
 
 @dataclass(frozen=True)
@@ -71,8 +73,17 @@ def plan_layout(config: TrainingConfig, world_size: int) -> Layout:
     """Lay a config over `world_size` ranks, in all its stages.
 
     Raises:
-        UserError: ranks or sequences that do not divide; the line names the key and values that would do.
+        UserError: ranks or sequences that do not divide, for which the line names the key and values that would do; a
+            DeepSpeed or Accelerate config that contradicts this one.
     """
+    layout = _plan_stages(config, world_size)
+    if config.parallel.engine == "deepspeed":
+        zero_config(config, layout)
+    check_accelerate(config, layout, os.environ)
+    return layout
+
+
+def _plan_stages(config: TrainingConfig, world_size: int) -> Layout:
     if not config.stages:
         return _plan_stage(config, world_size)
     layouts = []

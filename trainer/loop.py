@@ -19,7 +19,6 @@ from data.prefetch import Prefetched
 from models.flops import training_flops_per_token
 from models.moe_config import MoEConfig
 from optim.build import set_lr
-from optim.matrix import MatrixOptimizer
 from optim.schedules import lr_factor
 from optim.table import routing_table
 from trainer.batch import micro_batches, pinned
@@ -111,8 +110,8 @@ def _train(config: TrainingConfig, run: RunDirectory, runtime: Runtime) -> None:
     reporter = Reporter(run, runtime.is_main, done.step, steps)
     with checkpointer, feed, reporter, saved_when_stopped(run, runtime, save_now):
         reporter.say(layout.describe())
-        if isinstance(engine.optimizer, MatrixOptimizer):
-            reporter.say(routing_table(engine.optimizer, config.optim.name, config.optim.lr))
+        if (routing := engine.routing()) is not None:
+            reporter.say(routing_table(routing, config.optim.name, config.optim.lr))
         if runtime.is_main:  # it may take a look at every document
             reporter.say(batches.describe())
         reporter.say(f"speed  {peak / 1e9:,.0f} GFLOP/s at most over all ranks ({peak_source}); MFU counts against it")

@@ -33,13 +33,18 @@ def parallelize(model: Transformer, train: TrainConfig, layout: Layout, mesh: De
     of_experts = expert_mesh(layout, mesh.device_type) if apart else None
     if of_experts is not None and layout.ep > 1:
         distribute_experts(model, of_experts["ep"])
+    wrap_blocks(model, train, layout.tp)
+    _shard(model, train, layout, mesh, of_experts)
+
+
+def wrap_blocks(model: Transformer, train: TrainConfig, copies: int) -> None:
+    """What is done to blocks before parameters are sharded, in place. `copies` ranks each have the same rows."""
     if model.config.moe is not None and model.config.moe.aux_loss_over == "batch":
-        balance_over_ranks(model, layout.tp)
+        balance_over_ranks(model, copies)
     if train.activation_checkpointing != "none":
         checkpoint_blocks(model, train.activation_checkpointing, train.activation_checkpointing_every)
     if train.compile:
         compile_blocks(model)
-    _shard(model, train, layout, mesh, of_experts)
 
 
 def _shard(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NoReturn
 
 from common.errors import CheckFailed
-from optim.boxes import local
+from optim.boxes import pieces
 from trainer.config import TrainingConfig
 from trainer.engines.base import Engine
 from trainer.health import Health, or_none
@@ -94,4 +94,4 @@ def give_up(step: int, health: Health) -> NoReturn:
 def weights_are_finite(engine: Engine, runtime: Runtime) -> bool:
     """Whether all weights are, on all ranks. A step that is skipped leaves them alone, but they may be why it was."""
     weights = [tensor for name, tensor in engine.state_dict().items() if name.startswith("model.")]
-    return runtime.sum(sum(int(not local(weight).isfinite().all()) for weight in weights)) == 0
+    return runtime.sum(sum(int(not part.isfinite().all()) for weight in weights for part in pieces(weight))) == 0

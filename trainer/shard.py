@@ -1,4 +1,4 @@
-"""What one rank writes of a checkpoint: a safetensors file that is laid out once and filled from save to save.
+"""What one rank writes of a checkpoint: a safetensors file, or a few, laid out once and filled from save to save.
 
 torch's distributed checkpoint (DCP) plans which rank writes which part of which tensor, and reads the files. It does
 not write them: its writer puts a file together in memory once more, holds the interpreter's lock meanwhile, and syncs
@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,15 +22,26 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.optim import Optimizer
 
 from common.files import sync_directory
-from optim.boxes import local
+from optim.boxes import Parts, local
 from trainer.exchange.tensors import STORED, Item, file_header
 
 _BLOCK = 1 << 26
 _NAMES = {getattr(torch, name): stored for stored, (name, _) in STORED.items()}
 
 
+class _File(NamedTuple):
+    name: str
+    header: bytes
+    items: list[Item]
+
+    @property
+    def bytes(self) -> int:
+        """Of the items."""
+        return sum(item.bytes for item in self.items)
+
+
 class Shard:
-    """This rank's file of every checkpoint of a run. The state's names and shapes must not change between saves."""
+    """This rank's files of every checkpoint of a run. The state's names and shapes must not change between saves."""
 
     def __init__(self, state: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
         """All ranks of `group` plan together: of what several have, one writes it."""
@@ -44,49 +56,63 @@ class Shard:
         dist.scatter_object_list(mine, plans if rank == 0 else None, group=group)
         # Wider types first: then every number lies at a multiple of its size.
         writes = sorted(mine[0].items, key=lambda w: (-w.tensor_data.properties.dtype.itemsize, w.index.fqn))
-        self._items = [
-            Item(
-                w.index.fqn,
-                tuple(w.tensor_data.chunk.sizes),
-                _NAMES[w.tensor_data.properties.dtype],
-                tuple(w.tensor_data.chunk.offsets),
+        # A file has a name but once: of what a rank has several parts of, each is in another file.
+        by_file: list[list[Item]] = []
+        seen: Counter[str] = Counter()
+        for w in writes:
+            name, chunk = w.index.fqn, w.tensor_data.chunk
+            stored = _NAMES[w.tensor_data.properties.dtype]
+            if seen[name] == len(by_file):
+                by_file.append([])
+            by_file[seen[name]].append(Item(name, tuple(chunk.sizes), stored, tuple(chunk.offsets)))
+            seen[name] += 1
+        self.name = f"shard-{rank + 1:05d}"
+        """What the names of its files begin with."""
+        self._files = [
+            _File(
+                f"{self.name}-model-{i + 1:05d}-of-{len(by_file):05d}.safetensors",
+                file_header(items, sharded=True),
+                items,
             )
-            for w in writes
+            for i, items in enumerate(by_file)
         ]
-        assert len({item.name for item in self._items}) == len(self._items), "a rank has one part of a tensor"
-        self.name = f"shard-{rank + 1:05d}-model-00001-of-00001.safetensors"
-        self.header = file_header(self._items, sharded=True)
         self._buffer: Tensor | None = None
         self._copied: torch.cuda.Event | None = None
 
     @property
     def bytes(self) -> int:
-        """Size of the file; 0: this rank has none to write."""
-        return len(self.header) + sum(item.bytes for item in self._items) if self._items else 0
+        """Size of the files; 0: this rank has none to write."""
+        return sum(len(file.header) + file.bytes for file in self._files)
 
-    def live(self, state: Mapping[str, Tensor]) -> list[Tensor]:
-        """The parts of the state that this rank writes, in the order of the file; they change as training goes on."""
-        parts: list[Tensor] = []
-        for item in self._items:
-            part = local(state[item.name])
-            assert tuple(part.shape) == item.shape, item
-            parts.append(part)
+    def live(self, state: Mapping[str, Tensor]) -> list[list[Tensor]]:
+        """The parts of the state that this rank writes, by file, in its order; they change as training goes on."""
+
+        def part(item: Item) -> Tensor:
+            held = state[item.name]
+            if isinstance(held, Parts):
+                return held.pieces[[box.start for box in held.here].index(item.offsets or ())]
+            return local(held)
+
+        parts = [[part(item) for item in file.items] for file in self._files]
+        for file, those in zip(self._files, parts, strict=True):
+            assert [item.shape for item in file.items] == [tuple(part.shape) for part in those], file.name
         return parts
 
-    def stage(self, state: Mapping[str, Tensor], optimizer: Optimizer) -> list[Tensor]:
+    def stage(self, state: Mapping[str, Tensor], optimizer: Optimizer) -> list[list[Tensor]]:
         """A copy of the live parts, in memory that is there from the first call on. On a GPU it is only begun.
 
         The update after that waits for the copy; forward and backward of the step do not.
         """
-        live = self.live(state)
+        live = [part for those in self.live(state) for part in those]
+        items = [item for file in self._files for item in file.items]
         on_gpu = any(part.is_cuda for part in live)
         if self._buffer is None:
-            self._buffer = torch.empty(sum(i.bytes for i in self._items), dtype=torch.uint8, pin_memory=on_gpu)
+            self._buffer = torch.empty(sum(i.bytes for i in items), dtype=torch.uint8, pin_memory=on_gpu)
             if on_gpu:
                 self._stream = torch.cuda.Stream()
                 optimizer.register_step_pre_hook(lambda *_: torch.cuda.current_stream().wait_stream(self._stream))
         places, begin = [], 0
-        for item, part in zip(self._items, live, strict=True):
+        for item, part in zip(items, live, strict=True):
             places.append(self._buffer[begin : begin + item.bytes].view(part.dtype).view(item.shape))
             begin += item.bytes
         if on_gpu:
@@ -96,27 +122,35 @@ class Shard:
                 self._copied = self._stream.record_event()
         else:
             _copy(places, live)
-        return [self._buffer]
+        return [[part] for part in self._buffer.split([file.bytes for file in self._files])]
 
-    def write(self, folder: Path, parts: Iterable[Tensor]) -> dict[str, Any]:
+    def write(self, folder: Path, parts: Sequence[Iterable[Tensor]]) -> dict[str, dict[str, Any]]:
         """Write `live` or `stage`d parts into a checkpoint's folder; when this returns they are durable.
 
-        Returns the file's entry in the manifest; the hash is of what was to be written, not of what is read back.
+        Returns the entries of the files in the manifest; hashes are of what was to be written, not of what is read
+        back.
         """
+        if not self._files:
+            return {}
         if self._copied is not None:
             self._copied.synchronize()
         folder.mkdir(parents=True, exist_ok=True)  # on a file system that rank 0 does not share, which finds out
-        digest, size = hashlib.blake2b(digest_size=32), 0
-        with open(folder / self.name, "wb") as file, ThreadPoolExecutor(1) as beside:
-            for block in _blocks(self.header, parts):
-                hashed = beside.submit(digest.update, block)
-                file.write(block)
-                size += len(block)
-                hashed.result()
-            file.flush()
-            os.fsync(file.fileno())
+        entries = {file.name: _write(folder, file, those) for file, those in zip(self._files, parts, strict=True)}
         sync_directory(folder)
-        return {"bytes": size, "blake2b": digest.hexdigest()}
+        return entries
+
+
+def _write(folder: Path, file: _File, parts: Iterable[Tensor]) -> dict[str, Any]:
+    digest, size = hashlib.blake2b(digest_size=32), 0
+    with open(folder / file.name, "wb") as output, ThreadPoolExecutor(1) as beside:
+        for block in _blocks(file.header, parts):
+            hashed = beside.submit(digest.update, block)
+            output.write(block)
+            size += len(block)
+            hashed.result()
+        output.flush()
+        os.fsync(output.fileno())
+    return {"bytes": size, "blake2b": digest.hexdigest()}
 
 
 def _copy(places: list[Tensor], live: list[Tensor]) -> None:

@@ -16,10 +16,10 @@ from trainer.layout import plan_layout
     ("words", "parts"),
     [
         # Kinds of parallelism, engines and optimizers that are not built.
-        ("parallel.cp=2", ["unknown key 'parallel.cp'", "known here: dp_replicate"]),
+        ("parallel.cp=2", ["unknown key 'parallel.cp'", "known here: deepspeed_config, dp_replicate"]),
         ("parallel.pp=2", ["unknown key 'parallel.pp'"]),
         ("model.ssm.n_states=8", ["override 'model.ssm.n_states=8'", "unknown key 'model.ssm'"]),
-        ("parallel.engine=deepspeed", ["'parallel.engine'", "'fsdp' or 'ddp'"]),
+        ("parallel.engine=megatron", ["'parallel.engine'", "'fsdp', 'ddp' or 'deepspeed'"]),
         # Optimizers.
         ("optim.name=muom", ["'optim'", "no optimizer 'muom'", "did you mean 'muon'?", "package.module:Class"]),
         ("optim.name=muon optim.scale=rsm", ["'optim.scale'", "'original', 'rms' or 'spectral'"]),

@@ -66,7 +66,7 @@ def test_owners_have_as_much_to_do(ranks: int) -> None:
         # Each rank has some rows.
         held = {
             m.parameter: [
-                Box((m.shape[0] * r // ranks, 0), (m.shape[0] * (r + 1) // ranks, m.shape[1])) for r in range(ranks)
+                [Box((m.shape[0] * r // ranks, 0), (m.shape[0] * (r + 1) // ranks, m.shape[1]))] for r in range(ranks)
             ]
             for m in matrices
         }
@@ -80,8 +80,8 @@ def test_owners_have_as_much_to_do(ranks: int) -> None:
 def test_a_matrix_that_is_whole_somewhere_stays_there() -> None:
     experts = matrices_of("experts", (4, 8, 8), {}, False)
     dense = [Matrix(f"w{i}", None, Box((0, 0), (8, 8))) for i in range(4)]
-    held = {"experts": [Box((2 * r, 0, 0), (2 * r + 2, 8, 8)) for r in (0, 1)]}
-    held |= {m.parameter: [Box((4 * r, 0), (4 * r + 4, 8)) for r in (0, 1)] for m in dense}
+    held = {"experts": [[Box((2 * r, 0, 0), (2 * r + 2, 8, 8))] for r in (0, 1)]}
+    held |= {m.parameter: [[Box((4 * r, 0), (4 * r + 4, 8))] for r in (0, 1)] for m in dense}
     assert choose_owners([*dense, *experts], held, cubes, 2) == [0, 1, 0, 1, 0, 0, 1, 1]
 
 
@@ -99,7 +99,7 @@ def test_held_boxes_are_those_of_torch() -> None:
                 [Shard(1), Shard(0)],
             ):
                 tensor = distribute_tensor(numbered, mesh, places, src_data_rank=None)
-                box = held_boxes({"w": tensor})["w"][rank]
+                (box,) = held_boxes({"w": tensor})["w"][rank]
                 at = box.within(Box((0, 0), (5, 3)))
                 assert torch.equal(tensor.to_local(), numbered[at].reshape(tensor.to_local().shape))
             sums = DTensor.from_local(numbered, mesh, [Partial(), Replicate()])

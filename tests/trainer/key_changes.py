@@ -201,6 +201,11 @@ CHANGES: dict[str, Change] = {
     "parallel.dp_shard": to("1", world=2),  # with one replica, two ranks are then one too many
     "parallel.ep": to("2", *MOE, world=2),
     "parallel.tp": to("2", world=2),
+    "parallel.zero_stage": Change(("0", "1", "2", "3"), ("parallel.engine=deepspeed",), 2),
+    "parallel.offload": Change(ALL, ("parallel.engine=deepspeed", "parallel.zero_stage=3"), 2),
+    "parallel.deepspeed_config": Change(
+        ("inputs/zero-a.json", "inputs/zero-b.json"), ("parallel.engine=deepspeed",), 2
+    ),
     "checkpoint.every": to("1"),
     "checkpoint.every_minutes": between("null", "1e-6"),
     "checkpoint.keep": to("1", "checkpoint.every=1"),

@@ -122,13 +122,16 @@ def write_corpora(folder: Path) -> None:
 
 
 def write_data(folder: Path) -> None:
-    """Two dataset folders, two tokenizer files, and two checkpoints of the model of BASE."""
+    """Two dataset folders, two tokenizer files, two checkpoints of the model of BASE, and two files of DeepSpeed's."""
     for number, name in enumerate(("a", "b")):
         make_dataset(folder / name, random_texts(number, 60), held_out=0.2)
         random_checkpoint(folder / f"weights-{name}", seed=number, **yaml.safe_load(BASE)["model"], vocab_size=300)
     for number, name in enumerate(("one", "two")):
         text = byte_level_bpe(random_texts(number, 60)).to_str()
         (folder / f"{name}.json").write_text(text, encoding="utf-8")
+    for name, size in (("a", 500), ("b", 50_000)):
+        zero = {"zero_optimization": {"stage": 2, "reduce_bucket_size": size}}
+        (folder / f"zero-{name}.json").write_text(json.dumps(zero), encoding="utf-8")
 
 
 @pytest.fixture(scope="module")

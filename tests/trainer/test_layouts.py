@@ -31,6 +31,15 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
             "train.activation_checkpointing_every=2",
         ],
     ),
+    "zero0-2": (2, ["parallel.engine=deepspeed", "parallel.zero_stage=0"]),
+    "zero1-2-accumulate4": (2, ["parallel.engine=deepspeed", "parallel.zero_stage=1", "train.micro_batch_size=4"]),
+    "zero2-4": (4, ["parallel.engine=deepspeed"]),
+    "zero3-4": (4, ["parallel.engine=deepspeed", "parallel.zero_stage=3", "train.activation_checkpointing=full"]),
+    "zero2-2-offload": (2, ["parallel.engine=deepspeed", "parallel.offload=optimizer"]),
+    "zero3-2-offload": (
+        2,
+        ["parallel.engine=deepspeed", "parallel.zero_stage=3", "parallel.offload=optimizer+params"],
+    ),
 }
 # Each layout in CI under one of the packings; `make verify` has both, and tests/verify/test_quickstart.py on the
 # quickstart's model. None: others have all of it, two ranks that accumulate and four that do not.
@@ -45,6 +54,12 @@ IN_CI = {
     "hsdp2x2-accumulate2": "pad",
     "fsdp4-selective": "concat",
     "hsdp2x2-every2": "pad",
+    "zero0-2": "concat",
+    "zero1-2-accumulate4": "pad",
+    "zero2-4": "pad",
+    "zero3-4": "pad",
+    "zero2-2-offload": "pad",
+    "zero3-2-offload": "concat",
 }
 
 
@@ -112,7 +127,7 @@ def test_evaluation_does_not_depend_on_the_layout(runs: Runs) -> None:
 
 def test_final_weights_agree(runs: Runs) -> None:
     """Weights after 20 steps agree to 1e-5 in relative Frobenius norm (measured 1e-6)."""
-    for name in ("ddp4", "fsdp4", "hsdp2x2"):
+    for name in ("ddp4", "fsdp4", "hsdp2x2", *(name for name in LAYOUTS if name.startswith("zero"))):
         world, overrides = LAYOUTS[name]
         packing = [f"data.packing={IN_CI[name]}"]
         reference = read_state(runs(f"one-{IN_CI[name]}", 1, packing).checkpoint(20))

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from optim.boxes import local
+from optim.boxes import Parts, local
 
 
 def digest(tensor: Tensor) -> str:
@@ -28,6 +28,8 @@ def copies_that_differ(tensors: Mapping[str, Tensor]) -> int:
     mine: dict[str, tuple[Any, str]] = {}
     for name, tensor in tensors.items():
         place: tuple[int, ...] = ()
+        if isinstance(tensor, Parts):
+            continue  # of which there are none
         if isinstance(tensor, DTensor):
             if not any(placement.is_replicate() for placement in tensor.placements):
                 continue

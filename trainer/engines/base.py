@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from models.transformer import Transformer
+from optim.matrix import MatrixOptimizer
+from optim.table import Routing, routing_of
 
 OptimizerFactory = Callable[[Mapping[str, Tensor]], Optimizer]
 
@@ -68,6 +70,10 @@ class Engine(ABC):
     def load_scaler_state(self, state: Mapping[str, Any]) -> None:
         """Take back what `scaler_state()` gave."""
         return  # without a scaler there is nothing to take back
+
+    def routing(self) -> Routing | None:
+        """What a rule for matrices has to do, and who does it; None without one. All ranks call it at once."""
+        return routing_of(self.optimizer) if isinstance(self.optimizer, MatrixOptimizer) else None
 
     @abstractmethod
     def state_dict(self) -> dict[str, Tensor]:
