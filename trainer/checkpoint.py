@@ -3,7 +3,7 @@
 A checkpoint is a folder `step_00000100/`:
 
     shard-*.safetensors   weights and optimizer state, logical tensors by name, in the safetensors format as torch DCP
-                          reads it: by any number of ranks and either engine; no pickle is written or read
+                          reads it: by any number of ranks and any engine; no pickle is written or read
     tokenizer.model       so that the checkpoint generates text wherever it is taken
     trainer.json          format version, step, config, hashes of data and tokenizer, state of fp16's loss scaler
     manifest.json         size and hash of every file above

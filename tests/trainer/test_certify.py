@@ -65,6 +65,25 @@ LAYOUTS |= {
         2,
         ["data.packing=best_fit", "data.document_mask=true", "train.activation_checkpointing=selective"],
     ),
+    "ZeRO-2, experts over ranks, accumulation": (
+        4,
+        [
+            "parallel.engine=deepspeed",
+            "parallel.ep=2",
+            "model.moe={n_experts: 4, d_ff: 32}",
+            "train.micro_batch_size=4",
+        ],
+    ),
+    "ZeRO-3, biases, tied, Muon": (
+        2,
+        [
+            "parallel.engine=deepspeed",
+            "parallel.zero_stage=3",
+            "model.attention_bias=true",
+            "model.tie_embeddings=true",
+            "optim={name: muon, lr: 0.01}",
+        ],
+    ),
     "ddp, two stages": (
         2,
         [
@@ -116,8 +135,8 @@ FAULTS: dict[str, tuple[Fault, list[str], str]] = {
     "wrong shard offset": (
         (
             "trainer.initialize",
-            "start, stop = offset[0] * row, (offset[0] + local_shape[0]) * row",
-            "start, stop = 0, local_shape[0] * row",
+            "normal(seed, name, box.start[0] * row, box.stop[0] * row, std)",
+            "normal(seed, name, 0, box.shape[0] * row, std)",
         ),
         [],
         "initial weight of blocks.1.mlp.w_up.weight",
@@ -150,6 +169,20 @@ FAULTS: dict[str, tuple[Fault, list[str], str]] = {
         ("optim.build", 'group["lr"] = lr * group["lr_scale"]', 'group["lr"] = lr'),
         ["optim.roles.embedding.lr_scale=0.5"],
         "update of embedding.weight",
+    ),
+    "a mean over ranks in place of a sum": (
+        (
+            "trainer.engines.zero",
+            "loss = loss * self._layout.world_size",
+            "loss = loss * 1",
+        ),
+        ["parallel.engine=deepspeed"],
+        "gradient of head.weight",
+    ),
+    "an engine that does not clip": (
+        ("trainer.engines.zero", "self.optimizer.scale = scale", "self.optimizer.scale = 1.0"),
+        ["parallel.engine=deepspeed", "optim.name=sgd", "train.grad_clip=0.1"],
+        "update of head.weight",
     ),
     "gradients that are not forgotten": (
         (

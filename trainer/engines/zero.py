@@ -60,6 +60,8 @@ class ZeroEngine(Engine):
         inits, roles = model.initial_values(), model.parameter_roles()
         self._shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         settings = zero_config(self._config, self._layout)
+        zero, total = settings["zero_optimization"], sum(torch.Size(shape).numel() for shape in self._shapes.values())
+        zero["reduce_bucket_size"] = min(zero["reduce_bucket_size"], total)  # which it allocates, whole
         if self._layout.ep > 1:
             self._take_own_experts(model)
         wrap_blocks(model, self._config.train, copies=1)
@@ -354,7 +356,7 @@ def _import_deepspeed() -> Any:
             f"'parallel.engine' is deepspeed, which cannot be imported ({error}); pip install 'gramian[deepspeed]'"
         ) from None
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", message=".*is deprecated. Please use .*all_gather_single", category=FutureWarning)
+    warnings.filterwarnings("ignore", message=".*is deprecated. Please use .*_single", category=FutureWarning)
     offload = deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload
     # Numbers of modules and parameters, which all ranks have to agree on.
     offload._register_deepspeed_module.__defaults__[0][0] = 0
