@@ -297,3 +297,19 @@ def refused_without(overrides: list[str]) -> str:
     with gone, pytest.raises(UserError) as refused, started(overrides):
         pass
     return str(refused.value)
+
+
+def test_fp16_where_deepspeed_has_none(gang: Gang, corpus: Path) -> None:
+    (message,) = gang.run(refused_in_fp16, [f"data.corpus={corpus}", ZERO, "train.precision=fp16"], world=1)
+    assert "'train.precision' is fp16" in message
+    assert "train.precision=bf16" in message
+
+
+def refused_in_fp16(overrides: list[str]) -> str:
+    """In a rank: what is said where the device has no fp16 for DeepSpeed."""
+    from deepspeed.accelerator import get_accelerator
+
+    none = mock.patch.object(type(get_accelerator()), "is_fp16_supported", return_value=False)
+    with none, pytest.raises(UserError) as refused, started(overrides):
+        pass
+    return str(refused.value)

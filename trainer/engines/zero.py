@@ -8,14 +8,8 @@ bf16; checkpoints.
 
 from __future__ import annotations
 
-import logging
 import os
-import sys
-import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, redirect_stdout
-from io import StringIO
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +19,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from common.errors import UserError
-from common.logs import get_logger
 from models.transformer import Transformer
 from optim.boxes import Box, Ranks, boxes_of_run
 from optim.build import named_state, parameter_groups
@@ -35,6 +28,7 @@ from trainer.clip import disjoint_norm, global_norm
 from trainer.config import TrainingConfig
 from trainer.engines.base import Engine, OptimizerFactory
 from trainer.engines.zero_config import zero_config
+from trainer.engines.zero_start import expert_groups, import_deepspeed, quiet, start_engine
 from trainer.experts import distribute_experts
 from trainer.initialize import initialize
 from trainer.layout import Layout
@@ -55,7 +49,7 @@ class ZeroEngine(Engine):
         self._skipped_steps = 0
 
     def prepare(self, model: Transformer, make_optimizer: OptimizerFactory) -> None:
-        deepspeed = _import_deepspeed()
+        deepspeed = import_deepspeed()
         self._before_backward = deepspeed.runtime.utils.register_output_backward_hooks
         inits, roles = model.initial_values(), model.parameter_roles()
         self._shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
@@ -83,7 +77,7 @@ class ZeroEngine(Engine):
             groups = self._groups(parameters, parameter_groups(parameters, roles, self._config.optim))
             self.optimizer = FlatOptimizer(groups, self._config.optim)
         self.model = model
-        self._engine = _start(model, self.optimizer, settings, self._config.train.precision)
+        self._engine = start_engine(model, self.optimizer, settings, self._config.train.precision)
         self._zero = self._engine.optimizer
         self._flats: list[Flat] = []
         if isinstance(self.optimizer, FlatOptimizer):
@@ -109,7 +103,7 @@ class ZeroEngine(Engine):
                 own = nn.Parameter(parameter.to_local())
                 setattr(layer.experts, name, own)
                 self._first_expert[f"{prefix}.experts.{name}"] = mesh.get_local_rank() * own.shape[0]
-        model.add_module("expert_groups", _expert_groups(self._layout.ep, self._config.model.moe.n_experts))  # type: ignore[union-attr]
+        model.add_module("expert_groups", expert_groups(self._layout.ep, self._config.model.moe.n_experts))  # type: ignore[union-attr]
 
     def _materialise_cut(self, model: Transformer, settings: dict[str, Any], deepspeed: Any) -> None:
         """Give modules memory one by one, so that no rank ever has the whole model."""
@@ -119,7 +113,7 @@ class ZeroEngine(Engine):
         for module in reversed(list(model.modules())):  # children before their parents
             if any(True for _ in module.parameters(recurse=False)):
                 module.to_empty(device=self._device, recurse=False).to(dtype)
-                with _quiet():
+                with quiet():
                     deepspeed.zero.Init(module=module, config_dict_or_path=settings | sizes, dtype=dtype)
         for module in model.modules():
             for name, buffer in list(module.named_buffers(recurse=False)):
@@ -179,8 +173,14 @@ class ZeroEngine(Engine):
 
         options = {} if self._config.optim.is_rule else self._config.optim.resolved()
         decoupled = self._config.optim.is_rule or self._config.optim.name == "adamw"
-        with _quiet():
-            adam = DeepSpeedCPUAdam([group], adamw_mode=decoupled, **options)
+        try:
+            with quiet():
+                adam = DeepSpeedCPUAdam([group], adamw_mode=decoupled, **options)
+        except RuntimeError as error:
+            raise UserError(
+                f"'parallel.offload' needs DeepSpeed's Adam for CPUs, which cannot be built here ({error.__cause__}); "
+                f"install a C++ compiler, or set parallel.offload=none"
+            ) from None
         (weights,) = group["params"]
         zeros = {key: torch.zeros_like(weights, requires_grad=False) for key in ("exp_avg", "exp_avg_sq")}
         adam.state[weights] = {"step": 0, **zeros}
@@ -314,101 +314,3 @@ def _shifted(box: Box, first: int) -> Box:
 def _ranks(group: Any) -> Ranks:
     size = dist.get_world_size(group)
     return Ranks(None, 1, 0) if size == 1 else Ranks(group, size, dist.get_rank(group))
-
-
-def _expert_groups(ep: int, n_experts: int) -> nn.Module:
-    """A module without parameters that lets DeepSpeed make the groups of ranks that share the same experts."""
-    from deepspeed.moe.layer import MoE
-    from deepspeed.utils import groups
-
-    class ExpertGroups(MoE):  # type: ignore[misc]
-        def __init__(self) -> None:
-            nn.Module.__init__(self)
-            self.num_experts, self.ep_size, self.num_local_experts = n_experts, ep, n_experts // ep
-            self.expert_group_name = f"ep_size_{ep}"
-
-        def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
-            if self.expert_group_name not in groups._get_expert_parallel_group_dict():
-                groups._create_expert_and_data_parallel(ep)
-
-    return ExpertGroups()
-
-
-def _import_deepspeed() -> Any:
-    """DeepSpeed, for the device at hand, with nothing left of a process group that is gone.
-
-    Raises:
-        UserError: it is not installed.
-    """
-    if not torch.cuda.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    # Where `ninja` is, with which its operators are built.
-    beside = str(Path(sys.executable).parent)
-    if beside not in os.environ.get("PATH", "").split(os.pathsep):
-        os.environ["PATH"] = os.pathsep.join([beside, os.environ.get("PATH", "")])
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    try:
-        with _quiet():
-            import deepspeed
-            from deepspeed.utils import groups
-    except ImportError as error:
-        raise UserError(
-            f"'parallel.engine' is deepspeed, which cannot be imported ({error}); pip install 'gramian[deepspeed]'"
-        ) from None
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", message=".*is deprecated. Please use .*_single", category=FutureWarning)
-    offload = deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload
-    # Numbers of modules and parameters, which all ranks have to agree on.
-    offload._register_deepspeed_module.__defaults__[0][0] = 0
-    deepspeed.zero.Init.param_id = 0
-    # An operator for inference alone, whose building would take minutes on a CPU.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    for name, value in vars(groups).items():
-        if name.isupper() and name.startswith("_") and isinstance(value, dist.ProcessGroup | dict | None):
-            setattr(groups, name, {} if isinstance(value, dict) else None)
-    return deepspeed
-
-
-def _start(model: nn.Module, optimizer: Optimizer, settings: dict[str, Any], precision: str) -> Any:
-    """Let Accelerate start DeepSpeed's engine, and see that it is what was asked for."""
-    from accelerate import Accelerator
-    from accelerate.state import AcceleratorState
-    from accelerate.utils import DeepSpeedPlugin, InitProcessGroupKwargs
-
-    get_logger().info("DeepSpeed starts; operators that it lacks are built now, which may take minutes once")
-    AcceleratorState._reset_state(reset_partial_state=True)
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
-    # It leaves notes to itself in the environment, which the next to read it would take for a user's.
-    with _quiet(), _environment_kept():
-        accelerator = Accelerator(
-            deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=settings),
-            mixed_precision={"fp32": "no"}.get(precision, precision),
-            kwargs_handlers=[InitProcessGroupKwargs(backend=backend)],
-        )
-        if accelerator.num_processes != dist.get_world_size() or accelerator.state.deepspeed_plugin is None:
-            raise RuntimeError(
-                f"Accelerate took the run for one of {accelerator.num_processes} processes under "
-                f"{accelerator.distributed_type}, not for {dist.get_world_size()} under DeepSpeed"
-            )
-        accelerator.prepare(model, optimizer)
-    engine = accelerator.deepspeed_engine_wrapped.engine
-    if engine.basic_optimizer is not optimizer:
-        raise RuntimeError(f"{type(engine.basic_optimizer).__name__} was put in the optimizer's place")
-    return engine
-
-
-@contextmanager
-def _environment_kept() -> Iterator[None]:
-    before = dict(os.environ)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keeps what DeepSpeed prints by itself from the terminal."""
-    with redirect_stdout(StringIO()):
-        yield
