@@ -41,6 +41,34 @@ JsonFile = Annotated[
 
 
 @app.command()
+def run(
+    sweep: Sweep,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the table of runs, and stop.")] = False,
+    json_file: JsonFile = None,
+) -> None:
+    """Make the runs of a sweep that are missing; what was stopped goes on, what is done is not made again."""
+    with user_errors():
+        from launch.sweep_run import run_sweep
+
+        run_sweep(sweep, dry_run, json_file)
+
+
+@app.command()
+def status(
+    sweep: Sweep,
+    watch: Annotated[
+        float | None, typer.Option(min=0.2, metavar="SECONDS", help="Show it anew until all is done.")
+    ] = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Show where each run of a sweep is."""
+    with user_errors():
+        from launch.sweep_status import run_status
+
+        run_status(sweep, watch, json_file)
+
+
+@app.command()
 def fit(
     sweep: MaybeSweep = None,
     from_file: From = None,
@@ -90,3 +118,29 @@ def predict(
 
         source = Source(sweep, from_file, column or [], drop_highest, budgets, count_params, count_flops)
         run_predict(source, Settings("all", delta, bootstrap, seed), flops_budget, variant, out, json_file)
+
+
+@app.command()
+def report(
+    sweep: MaybeSweep = None,
+    from_file: From = None,
+    column: Column = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Folder to write; default: report/ of the sweep.")
+    ] = None,
+    drop_highest: DropHighest = 0,
+    budgets: Budgets = None,
+    delta: Delta = 1e-3,
+    bootstrap: Bootstrap = 1000,
+    seed: Seed = 0,
+    count_params: Parameters = None,
+    count_flops: Flops = None,
+) -> None:
+    """Write one HTML file with all fits, pictures and records; the pictures also as PNG."""
+    with user_errors():
+        from launch.sweep_fit import Source
+        from launch.sweep_report import run_report
+        from scaling.analysis import Settings
+
+        source = Source(sweep, from_file, column or [], drop_highest, budgets, count_params, count_flops)
+        run_report(source, Settings("all", delta, bootstrap, seed), out)

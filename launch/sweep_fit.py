@@ -88,7 +88,7 @@ def run_fit(source: Source, settings: Settings, json_file: str | None) -> None:
         for name, analysis in analyses.items():
             print_analysis(console, name, analysis)
         for name, found in factors.items():
-            console.print(f"{name}: {_with_interval(found)} times the compute of {reference}", markup=False)
+            console.print(f"{name}: {with_interval(found)} times the compute of {reference}", markup=False)
 
 
 def print_analysis(console: Console, name: str, analysis: Analysis) -> None:
@@ -159,7 +159,8 @@ def exponents(analysis: Analysis) -> list[tuple[str, Estimate, float]]:
     return rows
 
 
-def _with_interval(of: Estimate, style: str = ".3g") -> str:
+def with_interval(of: Estimate, style: str = ".3g") -> str:
+    """A number and its interval in words."""
     return f"{of.value:{style}}" + (f" ({of.low:{style}} to {of.high:{style}})" if of.low == of.low else "")
 
 

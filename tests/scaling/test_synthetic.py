@@ -9,7 +9,7 @@ import pytest
 
 from common.errors import UserError
 from scaling.analysis import Settings, analyse, multipliers
-from scaling.checks import refuse_undetermined, refuse_unidentifiable, warnings
+from scaling.checks import warnings
 from scaling.fit import fit_form
 from scaling.forms import FORMS
 from scaling.intervals import bootstrap, leave_largest_out, profile
@@ -109,9 +109,6 @@ def test_data_that_cannot_identify_an_exponent_is_refused(change: str, reason: s
         noise = 0.5
     errors = noise * np.random.default_rng(1).standard_normal(len(size))
     data = points(size, tokens, surface(size, tokens) * np.exp(errors))
-    with pytest.raises(UserError, match=re.escape(reason)):
-        refuse_unidentifiable(data, "hoffmann")
-        refuse_undetermined(data, fit_form(data))
     with pytest.raises(UserError, match=re.escape(reason)):
         analyse(data, Settings("3", bootstrap=20))
 
