@@ -29,21 +29,25 @@ SWEEP: dict[str, Any] = {
 def config_of(folder: Path, width: int, transfer: str, optimizer: str) -> TrainingConfig:
     """A config as a sweep makes it."""
     optim = {"name": optimizer, "lr": 1e-2, **({"adamw": {"lr": 1e-2}} if optimizer == "muon" else {})}
-    base = {"model": {"vocab_size": 61, "max_seq_len": 32, "init_std": 0.1}, "data": {"seq_len": 32}, "optim": optim}
+    base = {
+        "model": {"vocab_size": 300, "max_seq_len": 32, "init_std": 0.1},
+        "data": {"seq_len": 32, "tokenizer": {"kind": "bytes"}},
+        "optim": optim,
+    }
     (folder / "base.yaml").write_text(yaml.safe_dump(base), encoding="utf-8")
     (folder / "sweep.yaml").write_text(yaml.safe_dump({**SWEEP, "lr": {"transfer": transfer}}), encoding="utf-8")
     sweep = load_sweep(folder / "sweep.yaml")
     return load_config(sweep.base_file, size_words(sweep, {}, 1.0, width))
 
 
-def scales(config: TrainingConfig, steps: int = 4) -> dict[str, float]:
+def scales(config: TrainingConfig, steps: int = 10) -> dict[str, float]:
     """Root mean squares, after some updates: of the logits, and of how far each block's output has moved."""
     model = Transformer(config.model)
     with torch.no_grad():
         initialize(dict(model.named_parameters()), model.initial_values(), seed=0)
     optimizer = build_optimizer(dict(model.named_parameters()), model.parameter_roles(), config.optim)
     generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(61, (2, 33), generator=generator)
+    tokens = torch.randint(300, (2, 33), generator=generator)
     outputs: dict[str, torch.Tensor] = {}
     for number, block in enumerate(model.blocks):
         block.register_forward_hook(lambda _, __, out, number=number: outputs.update({f"block {number}": out[0]}))
@@ -61,17 +65,20 @@ def scales(config: TrainingConfig, steps: int = 4) -> dict[str, float]:
     return {name: float((outputs[name] - first[name]).square().mean().sqrt()) for name in outputs}
 
 
-def slopes(folder: Path, transfer: str, optimizer: str) -> dict[str, float]:
+def slopes(folder: Path, transfer: str, optimizer: str, widths: tuple[int, ...]) -> dict[str, float]:
     """By what power of the width each scale grows."""
-    measured = [scales(config_of(folder, width, transfer, optimizer)) for width in WIDTHS]
+    measured = [scales(config_of(folder, width, transfer, optimizer)) for width in widths]
     return {
-        name: float(np.polyfit(np.log(WIDTHS), [math.log(of[name]) for of in measured], 1)[0]) for name in measured[0]
+        name: float(np.polyfit(np.log(widths), [math.log(of[name]) for of in measured], 1)[0]) for name in measured[0]
     }
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_with_transfer_scales_are_flat_over_widths_and_without_they_are_not(tmp_path: Path, optimizer: str) -> None:
-    on, off = (slopes(tmp_path, transfer, optimizer) for transfer in ("mup", "none"))
+@pytest.mark.parametrize(("optimizer", "widths"), [("adamw", WIDTHS), ("muon", WIDTHS[:3])])
+def test_with_transfer_scales_are_flat_over_widths_and_without_they_are_not(
+    tmp_path: Path, optimizer: str, widths: tuple[int, ...]
+) -> None:
+    """Muon's iteration takes most of a minute for a width of 1024: three widths show its rule."""
+    on, off = (slopes(tmp_path, transfer, optimizer, widths) for transfer in ("mup", "none"))
     assert all(abs(slope) < 0.15 for slope in on.values()), on
     assert off["logits"] > 0.3, off
     if optimizer == "adamw":  # Muon's steps have a spectral norm that no width changes
