@@ -69,7 +69,7 @@ class Hoffmann(Form):
     def starts(self, loss: np.ndarray) -> list[tuple[float, ...]]:
         """See `Form`. The shares of the three terms in the median loss, and both exponents, on a grid."""
         exponents, level = (0.1, 0.2, 0.4, 0.8, 1.6), float(np.log(np.median(loss)))
-        shares = ((0.2, 0.2, 0.6), (0.1, 0.3, 0.6), (0.3, 0.1, 0.6), (0.45, 0.45, 0.1), (0.05, 0.05, 0.9))
+        shares = ((0.2, 0.2, 0.6), (0.45, 0.45, 0.1), (0.05, 0.05, 0.9))
         return [
             (*(level + float(np.log(share)) for share in split), alpha, beta)
             for split in shares

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from pydantic import Field
 
 from common.config import Config
 from common.errors import UserError
@@ -32,8 +33,15 @@ _NEXT, _SPAN, _NEAR = 1.2, 1.5, 1.1
 class Counting(Config):
     """What N and C stand for."""
 
-    parameters: ParameterCount = "active"
-    flops: FlopCount = "causal"
+    parameters: ParameterCount = Field(
+        "active",
+        description="N: those that one token uses (active) or all (total), with or without the tables by token and "
+        "position.",
+    )
+    flops: FlopCount = Field(
+        "causal",
+        description="C: matrix products with causal attention, with the full square of positions, or 6 N D.",
+    )
 
 
 @dataclass(frozen=True)

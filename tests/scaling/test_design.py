@@ -198,7 +198,7 @@ def test_a_base_with_stages_is_refused(tmp_path: Path) -> None:
 
 
 def test_every_key_of_a_sweep_is_in_the_page() -> None:
-    """With what it does when left out."""
+    """Found another way than docs/configuration.py finds them, which writes them there."""
     text = (ROOT / "docs" / "sweeps.md").read_text(encoding="utf-8")
 
     def keys(section: type[Config], prefix: str = "") -> list[str]:

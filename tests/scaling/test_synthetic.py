@@ -59,7 +59,7 @@ def test_order_and_units_do_not_matter() -> None:
 
 def test_intervals_cover_the_truth() -> None:
     """Twenty draws; two hundred are in tests/verify/test_scaling.py."""
-    covered, half_widths = coverage(draws=20, bootstraps=120)
+    covered, half_widths = coverage(draws=20, bootstraps=80)
     assert all(share >= 0.8 for share in covered.values()), covered  # at 95%, four misses of twenty are rarer than 1%
     assert all(half <= 0.05 for half in half_widths.values()), half_widths
 
