@@ -28,11 +28,11 @@ img { max-width: 100%; display: block; margin: 1rem 0 }
 
 
 def run_report(source: Source, settings: Settings, out: Path | None) -> None:
-    """Fit, draw and write."""
+    """Fit, draw and write; where nothing can be fitted the report says why."""
     if out is None and source.sweep is None:
         raise UserError("--from: say with --out DIR where the report goes")
     points = source.points()
-    analyses = analyse_variants(points, settings)
+    analyses = analyse_variants(points, settings, may_be_empty=True)
     folder, title, held_out = out, points.source, ""
     if source.sweep is not None:
         from launch.sweep_tasks import SweepFolder

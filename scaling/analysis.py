@@ -100,11 +100,11 @@ def _plain_surface(surface: Surface) -> dict[str, Any]:
     }
 
 
-def analyse(points: Points, settings: Settings) -> Analysis:
+def analyse(points: Points, settings: Settings, may_be_empty: bool = False) -> Analysis:
     """Fit one variant by one approach or all.
 
     Raises:
-        UserError: the one approach that was asked for, or each of all, is refused.
+        UserError: the one approach that was asked for, or each of all unless that may be, is refused.
     """
     result = Analysis(points)
     wanted = list(APPROACHES) if settings.approach == "all" else [settings.approach]
@@ -130,7 +130,7 @@ def analyse(points: Points, settings: Settings) -> Analysis:
         result.surfaces["hoffmann"] = surface
     if "kaplan" in wanted and (surface := try_("kaplan", lambda: _surface(best, "kaplan", settings))):
         result.surfaces["kaplan"] = surface
-    if not result.surfaces and not result.frontiers:
+    if not (result.surfaces or result.frontiers or may_be_empty):
         raise UserError(next(iter(result.refused.values())))
     for setting in ("lr", "batch"):
         try:
@@ -175,10 +175,10 @@ def _isoflop_warnings(found: list[Vertex], frontier: Frontier, noise_known: bool
     return told
 
 
-def analyse_variants(points: Points, settings: Settings) -> dict[str, Analysis]:
+def analyse_variants(points: Points, settings: Settings, may_be_empty: bool = False) -> dict[str, Analysis]:
     """Each variant by itself, in the order of the records."""
     names = list(dict.fromkeys(points.variant.tolist()))
-    return {name: analyse(points.take(points.variant == name), settings) for name in names}
+    return {name: analyse(points.take(points.variant == name), settings, may_be_empty) for name in names}
 
 
 def multipliers(analyses: dict[str, Analysis], reference: str) -> dict[str, Estimate]:
