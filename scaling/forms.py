@@ -63,7 +63,8 @@ class Hoffmann(Form):
     def natural(self, theta: np.ndarray, centre: tuple[float, float]) -> dict[str, np.ndarray]:
         """See `Form`."""
         a, b, e, alpha, beta = np.moveaxis(theta, -1, 0)
-        big_a, big_b = np.exp(a + alpha * centre[0]), np.exp(b + beta * centre[1])
+        with np.errstate(over="ignore"):  # a bootstrap may draw an exponent that nothing holds
+            big_a, big_b = np.exp(a + alpha * centre[0]), np.exp(b + beta * centre[1])
         return {"E": np.exp(e), "A": big_a, "B": big_b, "alpha": alpha, "beta": beta}
 
     def starts(self, loss: np.ndarray) -> list[tuple[float, ...]]:
