@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import html
-import json
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -41,7 +40,7 @@ def run_report(source: Source, settings: Settings, out: Path | None) -> None:
         sweep = load_sweep(source.sweep)
         sweep_folder = SweepFolder(sweep.folder)
         folder, title = out or sweep_folder.path / "report", f"Sweep {sweep.name}"
-        held_out = _held_out(sweep_folder.prediction_file, sweep_folder.records())
+        held_out = _held_out(sweep_folder.predictions(), sweep_folder.records())
     assert folder is not None
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -136,25 +135,22 @@ def _surface_table(form: str, surface: Any) -> str:
     )
 
 
-def _held_out(prediction: Path, records: dict[str, dict[str, Any]]) -> str:
+def _held_out(said: dict[str, dict[str, Any]], records: dict[str, dict[str, Any]]) -> str:
     """What was said of the largest budget before it was run, beside what came out."""
-    if not prediction.exists():
+    if not said:
         return ""
-    said = json.loads(prediction.read_text(encoding="utf-8"))
-    parts = ["<h2>The largest budget, predicted before it was run</h2>"]
-    for variant, cells in said["variants"].items():
-        if "refused" in cells:
-            parts.append(_paragraph(f"{variant} refused: {cells['refused']}", "warning"))
+    rows, refused = [], {}
+    for cell, one in said.items():
+        if "refused" in one:
+            refused[one["variant"]] = one["refused"]
             continue
-        rows = []
-        for cell, one in cells.items():
-            record = records.get(cell)
-            loss = record["loss"] if record else None
-            outcome = ("not run", "") if loss is None else (f"{loss:.4f}", f"{one['value'] / loss - 1:+.2%}")
-            name = record["name"] if record else cell
-            rows.append((name, f"{one['value']:.4f}", f"{one['low']:.4f} to {one['high']:.4f}", *outcome))
-        parts.append(_table(("run", "predicted", "95%", "loss", "predicted over loss"), rows))
-    return "".join(parts)
+        loss = records.get(cell, {}).get("loss")
+        outcome = ("not run", "") if loss is None else (f"{loss:.4f}", f"{one['value'] / loss - 1:+.2%}")
+        interval = f"{one['low']:.4f} to {one['high']:.4f}"
+        rows.append((records.get(cell, {}).get("name", cell), f"{one['value']:.4f}", interval, *outcome))
+    told = [_paragraph(f"{name} refused: {reason}", "warning") for name, reason in refused.items()]
+    table = _table(("run", "predicted", "95%", "loss", "predicted over loss"), rows) if rows else ""
+    return "".join(["<h2>The largest budget, predicted before it was run</h2>", *told, table])
 
 
 def _records(name: str, analysis: Analysis) -> str:

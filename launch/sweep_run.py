@@ -79,8 +79,7 @@ def _run(console: Console, sweep: SweepConfig, cells: list[Cell], folder: SweepF
     _adopt(folder, cells)
     _make(console, sweep, folder, plan_tasks(folder, cells, first, share), failures)
     if held_out and not failures:
-        if not folder.prediction_file.exists():
-            predict_held_out(console, sweep, folder, held_out)
+        predict_held_out(console, sweep, folder, held_out)
         _make(console, sweep, folder, plan_tasks(folder, cells, held_out, share), failures)
     return failures
 
@@ -127,25 +126,26 @@ def _make(
 
 def predict_held_out(console: Console, sweep: SweepConfig, folder: SweepFolder, cells: list[Cell]) -> None:
     """Write down what the other budgets say of the largest one, before any of its runs is started."""
-    points = read_points(folder.records_file, {}, sweep.counting)
-    variants: dict[str, Any] = {}
+    said, done = folder.predictions(), folder.records()
+    if all(cell.id in said or cell.id in done for cell in cells):
+        return
+    points = read_points(folder.records_file, {}, sweep.counting, leave_out={cell.id for cell in cells})
     for name in dict.fromkeys(cell.variant for cell in cells):
         of_variant = [cell for cell in cells if cell.variant == name]
+        common: dict[str, Any] = {"variant": name, "records": len(points), "time": round(time.time(), 3)}
         try:
             surface = analyse(points.take(points.variant == name), Settings("3")).surfaces["hoffmann"]
         except UserError as error:
-            variants[name] = {"refused": str(error)}
-            console.print(f"predict  {name}: refused: {error}", markup=False)
+            said |= {cell.id: {**common, "refused": str(error)} for cell in of_variant}
+            console.print(f"predict  {name or 'largest budget'} refused: {error}", markup=False)
             continue
         sizes = np.array([cell.counted(sweep.counting)[0] for cell in of_variant], dtype=float)
         tokens = np.array([cell.tokens for cell in of_variant], dtype=float)
-        found = losses_at(surface.draws, sizes, tokens)
-        variants[name] = {cell.id: one.plain() for cell, one in zip(of_variant, found, strict=True)}
-        for cell, one in zip(of_variant, found, strict=True):
+        for cell, one in zip(of_variant, losses_at(surface.draws, sizes, tokens), strict=True):
+            said[cell.id] = {**common, **one.plain()}
             told = f"loss {one.value:.4f} ({one.low:.4f} to {one.high:.4f})"
             console.print(f"predict  {cell.name}: {told}", markup=False)
-    record = {"time": round(time.time(), 3), "records": len(points), "variants": variants}
-    atomic_write(folder.prediction_file, json.dumps(record, indent=1) + "\n")
+    atomic_write(folder.prediction_file, json.dumps(said, indent=1) + "\n")
 
 
 def print_table(console: Console, sweep: SweepConfig, cells: list[Cell], folder: SweepFolder) -> dict[str, Any]:

@@ -71,6 +71,11 @@ class SweepFolder:
         """What was said of the largest budget before it was run."""
         return self.path / "prediction.json"
 
+    def predictions(self) -> dict[str, dict[str, Any]]:
+        """By cell: value and interval, or why there is none; variant, time, and how many records it is of."""
+        file = self.prediction_file
+        return dict(json.loads(file.read_text(encoding="utf-8"))) if file.exists() else {}
+
     @property
     def lock_file(self) -> Path:
         """Held by the `sweep run` that is going on."""

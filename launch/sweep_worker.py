@@ -6,11 +6,10 @@ says how it ended. After one that did not end well the process ends too: what it
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
-import signal
 import sys
+import traceback
 
 from common.errors import EXIT_REQUEUE
 from launch import worker
@@ -19,9 +18,7 @@ from launch.report_errors import leave, user_errors
 
 def main() -> None:
     """Until standard input ends."""
-    ctypes.CDLL(None).prctl(worker._PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != int(sys.argv[2]):  # it was gone before
-        leave(1)
+    worker.end_with_parent(int(sys.argv[2]))
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     with open(sys.argv[1], "a", encoding="utf-8") as log:
         os.dup2(log.fileno(), 1)
@@ -36,8 +33,6 @@ def main() -> None:
         except SystemExit as end:
             code = int(end.code or 0)
         except BaseException:
-            import traceback
-
             traceback.print_exc()
         sys.stdout.flush()
         print(json.dumps({"code": code}), file=answers)

@@ -82,16 +82,21 @@ class Analysis:
         }
 
 
+def _finite(value: float) -> float | None:
+    """JSON has no infinity."""
+    return value if np.isfinite(value) else None
+
+
 def _plain_surface(surface: Surface) -> dict[str, Any]:
     fit, left = surface.fit, surface.extrapolation
     return {
         "objective": fit.objective,
         "delta": fit.delta,
         "parameters": fit.parameters,
-        "bootstrap 95%": {name: surface.draws.interval(name) for name in fit.form.names},
+        "bootstrap 95%": {name: [_finite(e) for e in surface.draws.interval(name)] for name in fit.form.names},
         "bootstraps": len(surface.draws.thetas),
         "resampling": surface.draws.resampling,
-        "profile 95%": surface.profiles,
+        "profile 95%": {name: [_finite(end) for end in ends] for name, ends in surface.profiles.items()},
         "starts": fit.starts,
         "share of starts at the optimum": fit.share,
         "condition number": fit.condition,

@@ -77,12 +77,9 @@ def design(sweep: SweepConfig) -> list[Cell]:
         UserError: a config that is refused, or a budget that no size can be trained for.
     """
     cells: dict[str, Cell] = {}
-    variants = sweep.variants or {"": {}}
-    combinations = [dict(zip(sweep.axes, values, strict=True)) for values in itertools.product(*sweep.axes.values())]
-    for name, keys in variants.items():
-        for values, factor, width in itertools.product(combinations, sweep.lr.factors, sweep.sizes.widths):
-            others = [f"{key}={_word(value)}" for key, value in values.items() if key not in _SETTINGS]
-            variant = " ".join([name, *others]).strip()
+    settings = _combinations({key: values for key, values in sweep.axes.items() if key in _SETTINGS})
+    for variant, keys in variants_of(sweep).items():
+        for values, factor, width in itertools.product(settings, sweep.lr.factors, sweep.sizes.widths):
             for value in sweep.budgets.values:
                 cell = _cell(sweep, variant, {**keys, **values}, factor, width, value)
                 if cell is not None:
@@ -90,6 +87,21 @@ def design(sweep: SweepConfig) -> list[Cell]:
     if not cells:
         raise UserError(f"sweep '{sweep.name}' has no runs: budgets.within leaves no size for any budget; widen it")
     return sorted(cells.values(), key=lambda cell: (sweep.budgets.values.index(float(cell.budget)), cell.name))
+
+
+def variants_of(sweep: SweepConfig) -> dict[str, dict[str, Any]]:
+    """Keys of each variant, by its name: those that are named, times the axes that are no mere settings."""
+    axes = {key: values for key, values in sweep.axes.items() if key not in _SETTINGS}
+    return {
+        " ".join(filter(None, [name, *(f"{key}={_word(value)}" for key, value in values.items())])): {**keys, **values}
+        for name, keys in (sweep.variants or {"": {}}).items()
+        for values in _combinations(axes)
+    }
+
+
+def _combinations(axes: Mapping[str, list[Any]]) -> list[dict[str, Any]]:
+    """Every choice of one value for each key."""
+    return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
 
 
 def _cell(
@@ -214,13 +226,11 @@ def write_config_for(sweep: SweepConfig, variant: str, flops: float, params: flo
     Returns:
         the file, width, N, D and a summary in words.
     """
-    name, *others = variant.split(" ") if sweep.variants else ["", *variant.split(" ")]
-    keys = dict(sweep.variants.get(name, {}))
-    keys |= {key: values[0] for key, values in sweep.axes.items() if key in _SETTINGS}
-    words_of_axes = [word for word in others if "=" in word]
+    settings = {key: values[0] for key, values in sweep.axes.items() if key in _SETTINGS}
+    keys = {**variants_of(sweep)[variant], **settings}
 
     def measured(width: int) -> tuple[int, float, int]:
-        per_token, row, counts = _measure(sweep.base_file, (*size_words(sweep, keys, 1.0, width), *words_of_axes))
+        per_token, row, counts = _measure(sweep.base_file, tuple(size_words(sweep, keys, 1.0, width)))
         n = counts[sweep.counting.parameters]
         return n, (6.0 * n if sweep.counting.flops == "6nd" else float(per_token[sweep.counting.flops])), row
 
@@ -234,7 +244,7 @@ def write_config_for(sweep: SweepConfig, variant: str, flops: float, params: flo
     width = min((low * step, high * step), key=lambda w: abs(measured(w)[0] - params))
     n, per_token, row = measured(width)
     steps = max(1, round(flops / per_token / row))
-    words = [*size_words(sweep, keys, 1.0, width), *words_of_axes, f"train.steps={steps}"]
+    words = [*size_words(sweep, keys, 1.0, width), f"train.steps={steps}"]
     words += [f"run.name={sweep.name}-{flops:.0e}".replace("+", "")]
     config = load_config(sweep.base_file, words)
     atomic_write(out, yaml.safe_dump(config.tree(), sort_keys=False, allow_unicode=True))

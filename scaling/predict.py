@@ -26,9 +26,9 @@ class Estimate:
         """Half the interval over the value."""
         return (self.high - self.low) / 2 / abs(self.value)
 
-    def plain(self) -> dict[str, float]:
-        """As JSON."""
-        return asdict(self)
+    def plain(self) -> dict[str, float | None]:
+        """As JSON, in which an end that is not known is null."""
+        return {key: value if np.isfinite(value) else None for key, value in asdict(self).items()}
 
 
 def estimate(value: float, draws: np.ndarray) -> Estimate:

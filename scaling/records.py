@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -107,6 +107,7 @@ def read_points(
     counting: Counting,
     drop_highest: int = 0,
     budgets: Sequence[float] = (),
+    leave_out: Collection[str] = (),
 ) -> Points:
     """Read a `.csv`, `.jsonl` or our own records.
 
@@ -115,6 +116,7 @@ def read_points(
         drop_highest: how many of the highest losses to leave out.
         budgets: FLOPs of the budgets; what is near to none of them belongs to none. Empty: as the records say, or by
             how near they are to one another.
+        leave_out: cells of ours that are not looked at.
 
     Raises:
         UserError: one line that says which row, which column and what is missing.
@@ -128,7 +130,7 @@ def read_points(
     if "cell" in rows[0]:
         if columns:
             raise UserError(f"{path} has records of `gramian sweep run`, whose columns are known; leave --column out")
-        rows, notes = _own_rows(path, rows, counting)
+        rows, notes = _own_rows(path, [row for row in rows if row.get("cell") not in leave_out], counting)
     else:
         rows = [_renamed(path, number, row, columns) for number, row in enumerate(rows, start=1)]
     _refuse_disagreement(path, rows)

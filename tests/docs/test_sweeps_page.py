@@ -88,7 +88,8 @@ def coverage() -> list[str]:
         f"On {found['draws']} synthetic data sets with 1% noise of the loss the 95% intervals cover the true α in",
         f"{alpha:.1%} and β in {beta:.1%}, at median half-widths of {halves[0]:.3f} and {halves[1]:.3f}",
         "([evidence/scaling-coverage.json](evidence/scaling-coverage.json)). One fit of the 245 records from all its",
-        f"starts took {found['fit_cpu_seconds']:.1f} s of one core, 1000 bootstraps {found['bootstrap_cpu_seconds']:.0f} s.",
+        f"starts took {found['fit_cpu_seconds']:.1f} s of one core, 1000 bootstraps "
+        f"{found['bootstrap_cpu_seconds']:.0f} s.",
     ]
 
 

@@ -109,13 +109,15 @@ def test_a_trunk_saves_its_part_of_the_work(killed: Path, folder: Path) -> None:
 
 def test_the_prediction_is_older_than_what_it_predicts(killed: Path, folder: Path) -> None:
     said = json.loads((folder / "killed" / "prediction.json").read_text(encoding="utf-8"))
-    assert said["records"] == 3
-    assert "3 records, where the hoffmann form" in said["variants"][""]["refused"]
-    held_out = {cell.name for cell in design(load_sweep(killed)) if cell.held_out}
+    held_out = {cell.id: cell.name for cell in design(load_sweep(killed)) if cell.held_out}
+    assert said.keys() == held_out.keys()
     events = read_json_lines(folder / "killed" / "events.jsonl")
-    starts = [event["time"] for event in events if event["event"] == "start" and event["run"] in held_out]
+    starts = [event["time"] for event in events if event["event"] == "start" and event["run"] in held_out.values()]
     assert len(starts) >= 3
-    assert said["time"] <= min(starts)
+    for one in said.values():  # made once, though the sweep was killed after it and there were more records then
+        assert one["records"] == 3
+        assert "3 records, where the hoffmann form" in one["refused"]
+        assert one["time"] <= min(starts)
 
 
 def test_what_is_done_is_not_made_again(killed: Path, folder: Path, gramian: Callable[..., Ended]) -> None:
@@ -216,7 +218,7 @@ def test_a_worker_that_is_killed_is_replaced(folder: Path, corpus: Path) -> None
         results: list[Result] = []
         executor = LocalExecutor(of, 1, 1, retries)
         kill_at_first_start(executor)
-        chain = [task for task in plan_tasks(of, cells, cells, True) if "w64" in task.key]
+        chain = [task for task in plan_tasks(of, cells, cells, True) if "w32" in task.key]
         executor.run(chain[: 4 - 3 * retries], results.append)
         if retries:
             assert [(result.task.key, result.code) for result in results] == [(chain[0].key, 0)]

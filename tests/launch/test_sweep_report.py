@@ -122,8 +122,8 @@ def test_a_sweep_is_fitted_from_its_records_alone(tmp_path: Path, gramian: Calla
         record = {"cell": cell.id, "name": cell.name, "variant": "", "budget": cell.budget, "group": f"w{cell.width}"}
         record |= {"params": cell.params, "tokens": cell.tokens, "flops": cell.flops, "lr": 1e-3, "batch": 2048}
         folder.append({**record, "loss": loss * (1 + 0.001 * (-1) ** i), "flops_per_second": 1e9})
-    said = {cell.id: {"value": 2.0, "low": 1.9, "high": 2.1} for cell in cells if cell.held_out}
-    folder.prediction_file.write_text(json.dumps({"time": 0, "records": 16, "variants": {"": said}}), encoding="utf-8")
+    said = {cell.id: {"variant": "", "value": 2.0, "low": 1.9, "high": 2.1} for cell in cells if cell.held_out}
+    folder.prediction_file.write_text(json.dumps(said), encoding="utf-8")
     found = json.loads(gramian("sweep", "fit", file, "--bootstrap", "20", "--json", "-").out)["variants"]["all"]
     assert found["hoffmann"]["parameters"]["alpha"] == pytest.approx(0.35, abs=0.03)
     quick = ("--bootstrap", "20", "--approach", "2")
