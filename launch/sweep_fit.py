@@ -12,8 +12,9 @@ from rich.table import Table
 
 from common.errors import UserError
 from launch.reports import align_right, check_writable, report_console, write_json
-from scaling.analysis import APPROACHES, Analysis, Settings, analyse, analyse_variants, multipliers
-from scaling.predict import Estimate, Optimum, optimum, plain_optimum
+from launch.sweep_told import Line, Rows, between, told, with_interval
+from scaling.analysis import APPROACHES, Settings, analyse, analyse_variants, multipliers
+from scaling.predict import Optimum, optimum, plain_optimum
 from scaling.records import Counting, FlopCount, ParameterCount, Points, read_points
 
 
@@ -86,82 +87,22 @@ def run_fit(source: Source, settings: Settings, json_file: str | None) -> None:
     if json_file != "-":
         console = report_console()
         for name, analysis in analyses.items():
-            print_analysis(console, name, analysis)
+            console.print(f"{points.source}{f', {name}' if name else ''}", markup=False)
+            for part in told(analysis):
+                _print(console, part)
         for name, found in factors.items():
             console.print(f"{name}: {with_interval(found)} times the compute of {reference}", markup=False)
 
 
-def print_analysis(console: Console, name: str, analysis: Analysis) -> None:
-    """Tables of one variant."""
-
-    def say(text: str) -> None:
-        console.print(text, markup=False)
-
-    points = analysis.points
-    say(f"{points.source}{f', {name}' if name else ''}: {len(points)} records")
-    for note in points.notes:
-        say(f"  {note}")
-    for form, surface in analysis.surfaces.items():
-        fit = surface.fit
-        table = Table(f"{form} form", "value", "95% by bootstrap", "95% by profile")
-        align_right(table, 1, 2, 3)
-        for parameter in fit.form.names:
-            low, high = surface.draws.interval(parameter)
-            profile = surface.profiles.get(parameter)
-            cells = f"{fit.parameters[parameter]:.5g}", f"{low:.4g} to {high:.4g}"
-            table.add_row(parameter, *cells, f"{profile[0]:.4g} to {profile[1]:.4g}" if profile else "")
-        console.print(table)
-        say(
-            f"  objective {fit.objective:.8g} (sum of Huber losses, delta {fit.delta:g}); {fit.share:.0%} of "
-            f"{fit.starts} starts reached it; condition number {fit.condition:.3g}; "
-            f"{len(surface.draws.thetas)} bootstraps of {surface.draws.resampling}"
-        )
-        left = surface.extrapolation
-        if isinstance(left, str):
-            say(f"  largest budget left out: {left}")
-        else:
-            say(
-                f"  largest budget left out ({left.records} records, {left.factor:.2g} times the compute that was "
-                f"fitted): loss predicted {left.mean_error:+.2%} off in the mean, {left.worst_error:+.2%} at worst"
-            )
-        for warning in surface.warnings:
-            say(f"  warning: {warning}")
-    if rows := exponents(analysis):
-        table = Table("approach", "N ~ C^a: a", "95%", "D ~ C^b: b")
-        align_right(table, 1, 2, 3)
-        for title, of_n, of_d in rows:
-            interval = f"{of_n.low:.3f} to {of_n.high:.3f}" if of_n.low == of_n.low else "not known"
-            table.add_row(title, f"{of_n.value:.3f}", interval, f"{of_d:.3f}")
-        console.print(table)
-    for setting, law in analysis.settings.items():
-        say(
-            f"best {setting} = {law.factor:.4g} N^{law.by_params:.3f} D^{law.by_tokens:.3f}, of {law.cells} sizes and "
-            f"budgets{f'; {law.at_edge} more at the edge of what was tried' if law.at_edge else ''}"
-        )
-    for approach, reason in analysis.refused.items():
-        say(f"{approach} refused: {reason}")
-    for warning in analysis.warnings:
-        say(f"warning: {warning}")
-
-
-def exponents(analysis: Analysis) -> list[tuple[str, Estimate, float]]:
-    """The exponent of N by each approach with its interval, and that of D."""
-    from scaling.predict import estimate
-
-    rows = [(name, analysis.exponent(name), f.tokens.exponent) for name, f in analysis.frontiers.items()]
-    if "hoffmann" in analysis.surfaces:
-        surface = analysis.surfaces["hoffmann"]
-        theta, drawn = surface.fit.theta, surface.draws.thetas
-        a = theta[4] / (theta[3] + theta[4])
-        rows.append(
-            ("hoffmann, under 6ND", estimate(float(a), drawn[:, 4] / (drawn[:, 3] + drawn[:, 4])), 1 - float(a))
-        )
-    return rows
-
-
-def with_interval(of: Estimate, style: str = ".3g") -> str:
-    """A number and its interval in words."""
-    return f"{of.value:{style}}" + (f" ({of.low:{style}} to {of.high:{style}})" if of.low == of.low else "")
+def _print(console: Console, part: Rows | Line) -> None:
+    if isinstance(part, Line):
+        console.print(f"  {part.text}", markup=False)
+        return
+    table = Table(*part.head)
+    align_right(table, *range(1, len(part.head)))
+    for row in part.rows:
+        table.add_row(*row)
+    console.print(table)
 
 
 def run_predict(
@@ -199,21 +140,14 @@ def run_predict(
 
 def _print_optimum(found: Optimum, record: dict[str, Any], warnings: list[str]) -> None:
     console = report_console()
-    table = Table(f"{found.flops:.3g} FLOPs", "value", "95%")
-    align_right(table, 1, 2)
-    for name, of, style in (
-        ("parameters N", found.params, ".4g"),
-        ("tokens D", found.tokens, ".4g"),
-        ("loss", found.loss, ".4f"),
-    ):
-        table.add_row(name, f"{of.value:{style}}", f"{of.low:{style}} to {of.high:{style}}")
-    table.add_row("tokens per parameter", f"{found.tokens.value / found.params.value:.3g}", "")
-    console.print(table)
+    named = (("parameters N", found.params, ".4g"), ("tokens D", found.tokens, ".4g"), ("loss", found.loss, ".4f"))
+    rows = [(name, f"{of.value:{style}}", between(of.low, of.high, style)) for name, of, style in named]
+    rows.append(("tokens per parameter", f"{found.tokens.value / found.params.value:.3g}", ""))
+    _print(console, Rows((f"{found.flops:.3g} FLOPs", "value", "95%"), rows))
     if record["beyond"] > 1:
-        console.print(
-            f"{record['beyond']:.3g} times the largest compute that was measured: an extrapolation", markup=False
-        )
+        times = f"{record['beyond']:.3g} times the largest compute that was measured"
+        _print(console, Line(f"{times}: an extrapolation"))
     for warning in warnings:
-        console.print(f"warning: {warning}", markup=False)
+        _print(console, Line(f"warning: {warning}"))
     if "config" in record:
-        console.print(f"config {record['config']['file']}: {record['config']['summary']}", markup=False)
+        _print(console, Line(f"config {record['config']['file']}: {record['config']['summary']}"))
