@@ -1,4 +1,5 @@
-"""Writes docs/configuration.md from the config models: `python docs/configuration.py`. Imports no torch."""
+"""Writes docs/configuration.md, and the table of keys in docs/sweeps.md, from the config models: `python
+docs/configuration.py`. Imports no torch."""
 
 from __future__ import annotations
 
@@ -18,9 +19,11 @@ from pydantic_core import PydanticUndefined  # noqa: E402
 from common.config import Config  # noqa: E402
 from models.config import ModelConfig, load_preset, preset_names  # noqa: E402
 from optim.config import OPTIONS  # noqa: E402
+from scaling.sweepfile import SweepConfig  # noqa: E402
 from trainer.config import TrainingConfig  # noqa: E402
 
 PAGE = Path(__file__).with_name("configuration.md")
+SWEEPS = Path(__file__).with_name("sweeps.md")
 
 HEADER = """\
 # Configuration
@@ -46,8 +49,16 @@ _BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 
 
 def main() -> None:
-    """Write the page."""
+    """Write the page and the table."""
     PAGE.write_text(page(), encoding="utf-8")
+    SWEEPS.write_text(sweeps_page(), encoding="utf-8")
+
+
+def sweeps_page() -> str:
+    """docs/sweeps.md with the table of a sweep's keys as they are now."""
+    before, start, rest = SWEEPS.read_text(encoding="utf-8").partition("<!-- keys -->\n")
+    _, end, after = rest.partition("<!-- end of keys -->\n")
+    return "".join([before, start, TABLE, *rows(SweepConfig, ""), end, after])
 
 
 def page() -> str:
@@ -130,7 +141,7 @@ def in_words(annotation: Any) -> str:
     if origin is tuple:
         return f"list of {len(arguments)} {in_words(arguments[0])}s"
     if origin is dict:
-        return "a mapping" if arguments[1] is Any else f"sections under {in_words(arguments[0])}"
+        return f"sections under {in_words(arguments[0])}" if inner_section(annotation)[0] else "a mapping"
     if isinstance(annotation, type) and issubclass(annotation, Config):
         return "a section"
     return _TYPES[annotation]

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("common", "launch", "trainer", "models", "optim", "data")
+PACKAGES = ("common", "launch", "scaling", "trainer", "models", "optim", "data")
 
 
 def own_packages_first() -> None:

@@ -12,6 +12,7 @@ import typer
 from common.errors import EXIT_BAD_INPUT
 from common.ranks import is_worker
 from launch.report_errors import leave, user_errors
+from launch.sweep import app as sweep_app
 
 app = typer.Typer(
     add_completion=False,
@@ -25,6 +26,7 @@ data_app = typer.Typer(no_args_is_help=True, help="Look at dataset folders; toke
 app.add_typer(data_app, name="data")
 checkpoint_app = typer.Typer(no_args_is_help=True, help="Look at checkpoints; to Hugging Face folders, and back.")
 app.add_typer(checkpoint_app, name="checkpoint")
+app.add_typer(sweep_app, name="sweep")
 
 # Arguments and options that several commands have.
 ConfigFile = Annotated[str, typer.Argument(metavar="CONFIG", help="YAML config, for example configs/quickstart.yaml.")]

@@ -59,11 +59,15 @@ def run(config_path: str, overrides: list[str]) -> None:
 
 def _end_with_launcher() -> None:
     """A launcher that is killed cannot end its workers: let the kernel do it. Without one there is nothing to do."""
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        launcher = os.environ.get(TOLD_BY_LAUNCHER)
+        end_with_parent(None if launcher is None else int(launcher))
+
+
+def end_with_parent(parent: int | None) -> None:
+    """Be killed when the process that started this one ends, or end now if that is not `parent` any more."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    launcher = os.environ.get(TOLD_BY_LAUNCHER)
-    if launcher is not None and os.getppid() != int(launcher):  # it was gone before
+    if parent is not None and os.getppid() != parent:  # it was gone before
         os._exit(1)
 
 

@@ -165,6 +165,12 @@ class ModelConfig(Config):
         description="Standard deviation of initial weights; projections into the residual stream divide it by "
         "sqrt(2 n_layers).",
     )
+    mup_base_width: int | None = Field(
+        None,
+        gt=0,
+        description="Initial values by width, in the maximal update parametrization: hidden matrices have init_std "
+        "times sqrt(this / d_model), the head and routers init_std times this / d_model; null: widths start alike.",
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -206,6 +212,10 @@ class ModelConfig(Config):
             ),
             "norm_unit_offset": (self.norm_unit_offset and self.norm != "rmsnorm", "norm: rmsnorm"),
         }
+        if self.mup_base_width is not None and self.tie_embeddings:
+            raise ValueError(
+                "'mup_base_width' needs a head that starts apart from the embedding; set model.tie_embeddings=false"
+            )
         for key, (nothing_to_do, owner) in idle.items():
             if nothing_to_do:
                 raise ValueError(f"'{key}' does nothing here (it belongs to {owner}); remove it")

@@ -257,9 +257,12 @@ class Transformer(nn.Module):
 
         Matrices are normal with `init_std`; wo and w_down, whose outputs add up over 2 n_layers residual branches, with
         `init_std / sqrt(2 n_layers)`. Gains are ones, biases, sinks and the numbers of relative positions zeros.
-        Buffers start at zero.
+        Buffers start at zero. `mup_base_width` scales them by width (Yang et al. 2022, table 3).
         """
-        residual_std = self.config.init_std / (2 * self.config.n_layers) ** 0.5
+        config = self.config
+        ratio = 1.0 if config.mup_base_width is None else config.mup_base_width / config.d_model
+        scales = {"hidden_matrix": ratio**0.5, "expert_matrix": ratio**0.5, "head": ratio, "router": ratio}
+        roles = self.parameter_roles()
         values: dict[str, Init] = {}
         for name, module, last in self._owners():
             if name.endswith("bias") or last == "sinks":
@@ -267,8 +270,8 @@ class Transformer(nn.Module):
             elif isinstance(module, Norm):
                 values[name] = Init("zeros" if module.unit_offset else "ones")
             else:
-                residual = last in ("wo", "w_down")
-                values[name] = Init("normal", residual_std if residual else self.config.init_std)
+                std = config.init_std * scales.get(roles[name]["role"], 1.0)
+                values[name] = Init("normal", std / (2 * config.n_layers) ** 0.5 if last in ("wo", "w_down") else std)
         return values
 
     def _owners(self) -> list[tuple[str, nn.Module, str]]:

@@ -242,7 +242,7 @@ def value_of(config: ModelConfig, key: str) -> Any:
 
 def meanings(config: ModelConfig) -> dict[str, Any]:
     """All that decides what a model computes: two configs with the same meanings are the same function of weights."""
-    keys = ModelConfig.model_fields.keys() - {"preset", "init_from", "init_std", "moe"}
+    keys = ModelConfig.model_fields.keys() - {"preset", "init_from", "init_std", "mup_base_width", "moe"}
     idle = set() if config.position == "rope" else {"rope_theta", "rope_theta_local", "rope_scaling", "rope_fraction"}
     idle |= set() if config.position == "relative" else {"relative_clip"}
     if config.moe is not None:

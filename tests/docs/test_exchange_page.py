@@ -74,9 +74,11 @@ def test_names_of_the_page() -> None:
     (listed,) = re.findall(r"\*\*Families\*\*, by their `model_type`: (.*?); see", text, re.DOTALL)
     assert set(re.findall(r"`([^`]+)`", listed)) == set(FAMILIES)
     (free,) = re.findall(r"Free are those of training:\n(.*?)are not learned", text, re.DOTALL)
-    assert {"model.init_std", "moe.capacity_factor", "model.max_seq_len"} == set(re.findall(r"`([^`]+)`", free))
+    assert {"model.init_std", "model.mup_base_width", "moe.capacity_factor", "model.max_seq_len"} == set(
+        re.findall(r"`([^`]+)`", free)
+    )
     balance = {"moe.aux_loss_coef", "moe.aux_loss_over", "moe.z_loss_coef", "moe.bias_update_rate"}
-    assert {"init_from", "init_std", "max_seq_len", "moe.capacity_factor"} | balance == initial._FREE
+    assert {"init_from", "init_std", "mup_base_width", "max_seq_len", "moe.capacity_factor"} | balance == initial._FREE
 
 
 def test_figures_of_the_page() -> None:

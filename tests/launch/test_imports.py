@@ -36,7 +36,7 @@ def test_no_config_module_imports_torch() -> None:
         *("common.config", "common.logs", "data.config", "models.config", "optim.config", "trainer.config"),
         *("trainer.layout", "trainer.rundir", "trainer.manifest", "trainer.start", "data.prepare", "launch.worker"),
         *("launch.train", "launch.finish", "launch.local", "launch.tokenizer", "data.readers", "data.tokenizer"),
-        *("launch.tokenize", "launch.data"),
+        *("launch.tokenize", "launch.data", "launch.sweep", "launch.sweep_tasks", "scaling.sweepfile"),
     ]
     heavy = {"torch", "tokenizers", "datasets", "pyarrow", "zstandard", "pandas", "matplotlib"}
     code = f"import {', '.join(modules)}, sys\nprint(sorted({heavy} & sys.modules.keys()))"

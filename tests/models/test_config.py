@@ -132,6 +132,7 @@ CHANGED: dict[str, tuple[dict[str, Any], Any]] = {  # field: (keys it needs to m
     "logit_softcap": ({}, 0.5),
     "moe": ({}, {"n_experts": 4}),
     "init_std": ({}, 0.5),
+    "mup_base_width": ({}, 4),
 }
 
 

@@ -85,7 +85,7 @@ def test_parameter_count_is_that_of_transformers_from_the_published_config(name:
 def _resolved(config: ModelConfig) -> dict[str, Any]:
     """What the config means, without what is for training alone: keys that are left out have a value too."""
     moe = {} if config.moe is None else config.moe.model_dump() | {"d_ff": config.d_ff_expert}
-    return config.model_dump(exclude={"preset", "init_std"}) | {
+    return config.model_dump(exclude={"preset", "init_std", "mup_base_width"}) | {
         "n_kv_heads": config.kv_heads,
         "head_dim": config.d_head,
         "attention_scale": config.attention_scale or config.d_head**-0.5,

@@ -121,6 +121,7 @@ CHANGES: dict[str, Change] = {
     "model.moe.aux_loss_coef": between("0", "0.1", needs=MOE),
     "model.moe.z_loss_coef": between("0", "0.1", needs=MOE),
     "model.init_std": to("0.1"),
+    "model.mup_base_width": between("16", "4"),
     "data.corpus": to("inputs/other.jsonl"),
     "data.text_field": to("title"),
     "data.tokenizer.vocab_size": to("320"),

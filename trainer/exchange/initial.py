@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 # What a run may choose for itself: it is of training, or no weight depends on it.
 _FREE = {
-    *("init_from", "init_std", "max_seq_len", "moe.capacity_factor"),
+    *("init_from", "init_std", "mup_base_width", "max_seq_len", "moe.capacity_factor"),
     *("moe.aux_loss_coef", "moe.aux_loss_over", "moe.z_loss_coef", "moe.bias_update_rate"),
 }
 

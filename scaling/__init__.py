@@ -1,0 +1,1 @@
+"""Scaling laws: designs of sweeps, records of runs, fits with intervals, predictions. Starts no run."""

@@ -1,0 +1,118 @@
+"""From fits to decisions: the best size for a compute budget, the loss to expect, the compute an optimizer saves."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from common.errors import UserError
+from scaling.intervals import Draws, percentiles
+from scaling.isoflop import Frontier, power_law
+from scaling.records import Points
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A number with its 95% interval."""
+
+    value: float
+    low: float
+    high: float
+
+    @property
+    def half_width(self) -> float:
+        """Half the interval over the value."""
+        return (self.high - self.low) / 2 / abs(self.value)
+
+    def plain(self) -> dict[str, float | None]:
+        """As JSON, in which an end that is not known is null."""
+        return {key: value if np.isfinite(value) else None for key, value in asdict(self).items()}
+
+
+def estimate(value: float, draws: np.ndarray) -> Estimate:
+    """A value and the percentiles of its draws; NaN ends without draws."""
+    return Estimate(float(value), *(percentiles(draws) if len(draws) else (np.nan, np.nan)))
+
+
+@dataclass(frozen=True)
+class ComputeLaw:
+    """`C = factor N^exponent D`: what a token costs, in the convention of the records. 6 and 1 for 6ND."""
+
+    factor: float
+    exponent: float
+
+
+def compute_law(points: Points) -> ComputeLaw:
+    """Fitted to the records: attention, head and embedding make it differ from 6ND."""
+    per_token = points.flops / points.tokens
+    if np.allclose(per_token, 6 * points.params, rtol=1e-6):
+        return ComputeLaw(6.0, 1.0)
+    law = power_law(points.params, per_token)
+    return ComputeLaw(law.factor, law.exponent)
+
+
+@dataclass(frozen=True)
+class Optimum:
+    """The best use of a compute budget."""
+
+    flops: float
+    params: Estimate
+    tokens: Estimate
+    loss: Estimate  # the interval is of one run's loss, noise included
+
+
+def optimum(points: Points, draws: Draws, flops: float) -> Optimum:
+    """Where the surface is least under `C = k N^s D` (Hoffmann et al. 2022, equation 4, with s = 1):
+
+    N^(alpha + s beta) = alpha A / (s beta B) (C / k)^beta
+    """
+    if draws.fit.form.name != "hoffmann":
+        raise UserError(f"the optimum is known in closed form for the hoffmann form, not {draws.fit.form.name}")
+    cost = compute_law(points)
+
+    def best(thetas: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        of = draws.fit.form.natural(thetas, draws.fit.centre)
+        alpha, beta, s = of["alpha"], of["beta"], cost.exponent
+        with np.errstate(all="ignore"):
+            log_n = np.log(alpha * of["A"] / (s * beta * of["B"])) + beta * np.log(flops / cost.factor)
+            log_n = log_n / (alpha + s * beta)
+        return np.exp(log_n), np.exp(np.log(flops / cost.factor) - s * log_n)
+
+    params, tokens = best(draws.fit.theta)
+    drawn_params, drawn_tokens = best(draws.thetas)
+    usable = np.isfinite(drawn_params) & np.isfinite(drawn_tokens)
+    x, y = np.log(params) - draws.fit.centre[0], np.log(tokens) - draws.fit.centre[1]
+    value = float(np.exp(draws.fit.form.log_loss(draws.fit.theta, np.array([x]), np.array([y]))[0][0]))
+    losses = draws.log_loss(np.array([params]), np.array([tokens]))[:, 0] + draws.noise((len(draws.thetas),))
+    return Optimum(
+        flops,
+        estimate(float(params), drawn_params[usable]),
+        estimate(float(tokens), drawn_tokens[usable]),
+        estimate(value, np.exp(losses)),
+    )
+
+
+def losses_at(draws: Draws, params: np.ndarray, tokens: np.ndarray) -> list[Estimate]:
+    """The loss to expect of runs at given N and D, noise of a run included."""
+    values = np.exp(draws.fit.log_loss(params, tokens))
+    drawn = np.exp(draws.log_loss(params, tokens) + draws.noise((len(draws.thetas), len(params))))
+    return [estimate(float(value), column) for value, column in zip(values, drawn.T, strict=True)]
+
+
+def multiplier(reference: Frontier, ours: Frontier, draws: list[tuple[Frontier, Frontier]], flops: float) -> Estimate:
+    """How many times the compute the reference needs for the loss that ours reaches with C, by the laws of the loss."""
+
+    def ratio(theirs: Frontier, mine: Frontier) -> float:
+        wanted = mine.loss.at(flops)
+        return float((wanted / theirs.loss.factor) ** (1 / theirs.loss.exponent)) / flops
+
+    with np.errstate(all="ignore"):
+        drawn = np.array([ratio(*pair) for pair in draws])
+    return estimate(ratio(reference, ours), drawn[np.isfinite(drawn)])
+
+
+def plain_optimum(found: Optimum) -> dict[str, Any]:
+    """As JSON."""
+    return {"flops": found.flops, **{key: getattr(found, key).plain() for key in ("params", "tokens", "loss")}}
