@@ -59,12 +59,19 @@ def train(
     overrides: Overrides = None,
     nproc: Processes = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the config and the plan, and stop.")] = False,
+    nnodes: Annotated[int, typer.Option(min=1, help="Machines, on each of which this command is given.")] = 1,
+    node_rank: Annotated[int | None, typer.Option(min=0, help="Which of the machines this is, from 0.")] = None,
+    rdzv: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Where machine 0 listens, a free port of it.")
+    ] = None,
 ) -> None:
-    """Train a model. Under torchrun (RANK and WORLD_SIZE set) this is one worker."""
+    """Train a model. Under torchrun (RANK and WORLD_SIZE set) this is one worker, and so it is as a task of srun."""
     with user_errors():
+        from common.nodes import Nodes, parse_nodes
         from launch.train import run_train
 
-        run_train(config, list(overrides or []), nproc, dry_run)
+        nodes = Nodes(nnodes) if dry_run else parse_nodes(nnodes, node_rank, rdzv)
+        run_train(config, list(overrides or []), nproc, dry_run, nodes)
 
 
 @app.command()

@@ -29,12 +29,14 @@ BY_TORCHRUN = ("torchrun", "--standalone", "--nproc-per-node", "2", "--max-resta
 class Launched:
     """The tiny config on two processes, started anew after each end of its launcher."""
 
-    def __init__(self, corpus: Path, folder: Path, name: str, *more: str, by: tuple[str, ...] = BY_GRAMIAN) -> None:
+    def __init__(
+        self, corpus: Path, folder: Path, name: str, *more: str, by: tuple[str, ...] = BY_GRAMIAN, output: str = ""
+    ) -> None:
         launcher = [str(BIN / by[0]), *by[1:]]
         if by is BY_TORCHRUN:
             launcher += [str(BIN / "gramian"), "train"]
         self._words = [*launcher, *tiny(corpus, folder, f"run.name={name}", *KEYS, *more)[1:]]
-        self._output = folder / f"{name}.txt"
+        self._output = folder / f"{output or name}.txt"
         self.run = RunDirectory(folder / name)
         self.process: subprocess.Popen[bytes]
         self.stopped_at = 0.0

@@ -146,8 +146,11 @@ class ParallelConfig(Config):
     engine: Literal["fsdp", "ddp"] = Field(
         "fsdp", description="fsdp: parameters, gradients and optimizer state sharded; ddp: replicated on every rank."
     )
-    dp_replicate: int = Field(
-        1, ge=1, description="fsdp: number of replicas of the sharded model (HSDP); ddp: leave it at 1."
+    dp_replicate: int | None = Field(
+        None,
+        ge=1,
+        description="fsdp: number of replicas of the sharded model (HSDP); ddp: leave it out. null: one on each "
+        "machine if dp_shard is -1 and ep and tp go into the ranks of a machine, else 1.",
     )
     dp_shard: int = Field(-1, description="fsdp: ranks that share one copy of the model; -1: all that are left.")
     ep: int = Field(
@@ -167,7 +170,7 @@ class ParallelConfig(Config):
     def _check(self) -> ParallelConfig:
         if self.dp_shard != -1 and self.dp_shard < 1:
             raise ValueError(f"'dp_shard' must be positive, or -1 for all ranks that are left, got {self.dp_shard}")
-        if self.engine == "ddp" and (self.dp_replicate != 1 or self.dp_shard not in (-1, 1)):
+        if self.engine == "ddp" and (self.dp_replicate not in (None, 1) or self.dp_shard not in (-1, 1)):
             raise ValueError(
                 "engine ddp replicates over all ranks; remove dp_replicate and dp_shard, or use engine: fsdp"
             )

@@ -33,7 +33,7 @@ from trainer.health import or_none
 from trainer.layout import Layout, plan_layout
 from trainer.metrics import Reporter
 from trainer.outcome import outcome_told
-from trainer.provenance import record_start
+from trainer.provenance import check_shared, record_start
 from trainer.recovery import give_up, look_at, may_roll_back, roll_back, weights_are_finite
 from trainer.resume import Progress, resume, trainer_state
 from trainer.routing import Load, auxiliary_loss, move_selection_bias
@@ -63,6 +63,7 @@ def train(config: TrainingConfig, runtime: Runtime, say_hang: Callable[[str], No
 
 def _train(config: TrainingConfig, run: RunDirectory, runtime: Runtime) -> None:
     run.check_config(config)
+    check_shared(run, runtime)
     layout = plan_layout(config, runtime.world_size)
     runtime = replace(runtime, tp=layout.tp)
     data = open_run_data(config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -29,6 +30,41 @@ from trainer.runtime import Runtime
 
 _ROOT = Path(__file__).resolve().parent.parent
 _PACKAGES = ("gramian", "torch", "numpy", "pydantic", "safetensors", "sentencepiece")
+
+
+def check_shared(run: RunDirectory, runtime: Runtime) -> None:
+    """Refuse a run directory that is not the same folder for all ranks: each would save a part of a checkpoint.
+
+    Raises:
+        UserError: on all ranks, as one does not see what rank 0 has written.
+    """
+    mark = run.path / f".shared-{os.urandom(8).hex()}"
+    if runtime.is_main:
+        mark.touch()
+    told: list[Any] = [mark.name]
+    dist.broadcast_object_list(told)
+    seen: list[Any] = [None] * runtime.world_size
+    dist.all_gather_object(seen, (socket.gethostname(), _appears(run.path / told[0])))
+    if runtime.is_main:
+        mark.unlink()
+    blind = [host for host, sees in seen if not sees]
+    if blind:
+        raise UserError(
+            f"{run.path} is not the same folder on {blind[0]} as on {seen[0][0]}, where rank 0 is; "
+            f"set run.dir to a folder that all machines share"
+        )
+
+
+def _appears(path: Path) -> bool:
+    """Whether a file is there; network file systems remember for some seconds that it was not."""
+    deadline = time.monotonic() + (10.0 if path.parent.is_dir() else 2.0)
+    while not path.exists():
+        if time.monotonic() > deadline:
+            return False
+        with contextlib.suppress(OSError):
+            os.listdir(path.parent)  # looks anew
+        time.sleep(0.2)
+    return True
 
 
 def record_start(
