@@ -34,12 +34,21 @@ def parse_nodes(count: int, rank: int | None, rdzv: str | None) -> Nodes:
         )
     if rank >= count:
         raise UserError(f"--node-rank is {rank} but --nnodes {count}: machines are numbered 0 to {count - 1}")
-    host, colon, port = rdzv.rpartition(":")
+    return Nodes(count, rank, *split_address("--rdzv", rdzv))
+
+
+def split_address(option: str, given: str) -> tuple[str, int]:
+    """Host and port of HOST:PORT or [IPv6]:PORT.
+
+    Raises:
+        UserError: it is neither; `option` is what it was given as.
+    """
+    host, colon, port = given.rpartition(":")
     if not colon or not port.isdecimal() or not 0 < int(port) < 65536 or not host.strip("[]"):
-        raise UserError(f"--rdzv {rdzv}: must be HOST:PORT, for example 10.0.0.1:29400, or [fd00::1]:29400")
+        raise UserError(f"{option} {given}: must be HOST:PORT, for example 10.0.0.1:29400, or [fd00::1]:29400")
     if ":" in host and not (host.startswith("[") and host.endswith("]")):
-        raise UserError(f"--rdzv {rdzv}: put an IPv6 address in brackets, as in [fd00::1]:29400")
-    return Nodes(count, rank, host.strip("[]"), int(port))
+        raise UserError(f"{option} {given}: put an IPv6 address in brackets, as in [fd00::1]:29400")
+    return host.strip("[]"), int(port)
 
 
 def shown_address(host: str, port: int) -> str:

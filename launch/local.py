@@ -90,7 +90,9 @@ def start_workers(
     ended = agent.ended
     assert ended is not None
     if run is not None and nodes.rank == 0:
-        write_outcome(run, outcome_of(ended.exit_code), _reason(ended.message), agent.attempt)
+        host = {"host": ended.host} if nodes.total > 1 else {}
+        reason = _reason(ended.message)
+        write_outcome(run, outcome_of(ended.exit_code), reason, agent.attempt, retry=ended.retry, **host)
     print(_told_here(ended, nodes), file=sys.stderr, flush=True)
     raise SystemExit(ended.exit_code)
 

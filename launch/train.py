@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from common.files import next_numbered
 from common.logs import setup_logging
 from common.nodes import Nodes
 from common.ranks import is_worker
-from launch import worker
+from launch import ROOT, worker
 from launch.finish import is_finished, print_ways_on
 from trainer.config import load_config
 from trainer.layout import plan_layout
@@ -29,6 +30,8 @@ def run_train(
     """Train `config_path` on `nproc` processes of this machine, and of the others of `nodes`; inside torchrun, be one
     of its workers."""
     nodes = nodes or Nodes()
+    if nodes.total == 1 and not dry_run and not is_worker():
+        nodes = _in_slurm(config_path, overrides, nproc)
     if is_worker() and not dry_run:
         refuse_nproc(nproc, nodes)
         worker.run(config_path, overrides)
@@ -86,11 +89,36 @@ def _requeued_by_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+def _in_slurm(config_path: str, overrides: list[str], nproc: int | None) -> Nodes:
+    """Take the place that SLURM gives this process: a rank, a launcher on one of several nodes, or none.
+
+    In an allocation of several nodes outside of any step it does not return: srun takes its place.
+    """
+    from launch.slurm.step import read_step, step_to_start
+
+    step = read_step(os.environ)
+    if step is None:
+        command = step_to_start(os.environ, nproc, [config_path, *overrides])
+        if command is not None:
+            load_config(config_path, overrides)  # what is wrong is told once, and not on every node
+            os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+            os.execvp(command[0], command)
+        return Nodes()
+    if step.starts_workers:
+        return step.launchers(os.environ)
+    refuse_nproc(nproc)
+    step.become_rank(os.environ)
+    return Nodes()
+
+
 def refuse_nproc(nproc: int | None, nodes: Nodes = Nodes()) -> None:  # noqa: B008 - it is frozen
     """Raise a `UserError` if a worker is told how many processes to start."""
     if nproc is not None or nodes.total > 1:
         option = "--nproc" if nproc is not None else "--nnodes"
-        raise UserError(f"{option} is for starting processes, but RANK or WORLD_SIZE says that this is one; drop it")
+        raise UserError(
+            f"{option} is for starting processes, but RANK or WORLD_SIZE says that this is one, or a step of several "
+            f"tasks a node does; drop it"
+        )
 
 
 def default_processes() -> int:

@@ -8,7 +8,6 @@ import os
 import platform
 import shlex
 import socket
-import subprocess
 import sys
 import time
 from importlib.metadata import PackageNotFoundError, version
@@ -19,6 +18,7 @@ import torch
 import torch.distributed as dist
 import yaml
 
+from common.checkout import commit_and_diff
 from common.errors import UserError
 from common.files import atomic_write, hash_json, next_numbered
 from common.ranks import attempt
@@ -91,13 +91,13 @@ def record_start(
     counts = {host: hosts.count(host) for host in sorted(set(hosts))}
     run.events.record("start", attempt=attempt(), ranks=runtime.world_size, hosts=counts, step=step)
     folder = next_numbered(run.path / "starts")
-    commit, diff = _git("rev-parse", "HEAD"), _git("diff", "HEAD")
+    commit, diff = commit_and_diff(_ROOT)
     record = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         # Our launcher hands down what the user typed; any other starts workers with what it was told.
         "command": os.environ.get("GRAMIAN_COMMAND") or shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "from_step": step,
-        "git_commit": commit and commit.strip(),
+        "git_commit": commit,
         "git_dirty": bool(diff),
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -116,17 +116,6 @@ def record_start(
     if diff:
         atomic_write(folder / "code.diff", diff)
     atomic_write(folder / "provenance.json", json.dumps(record, indent=1))
-
-
-def _git(*arguments: str) -> str | None:
-    """Output of git in the project's checkout, or None where there is no checkout."""
-    try:
-        done = subprocess.run(
-            ["git", "-C", str(_ROOT), *arguments], capture_output=True, text=True, errors="replace", timeout=30
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout if done.returncode == 0 else None
 
 
 def _version(package: str) -> str | None:
