@@ -122,11 +122,16 @@ def _is_alive(pid: int) -> bool:
 
 
 def assert_ended_alike(run: RunDirectory, unbroken: RunDirectory) -> None:
+    """As below, of the runs that are launched here."""
+    assert_same_end(run, unbroken, STEPS)
+
+
+def assert_same_end(run: RunDirectory, unbroken: RunDirectory, steps: int) -> None:
     """All steps, the same numbers and the same weights and optimizer state, to the bit."""
     outcome = read_outcome(run)
     assert outcome is not None
     assert outcome["outcome"] == "done"
     assert losses_and_norms(run) == losses_and_norms(unbroken)
-    ours, theirs = (read_state(each.checkpoint(STEPS)) for each in (run, unbroken))
+    ours, theirs = (read_state(each.checkpoint(steps)) for each in (run, unbroken))
     assert ours.keys() == theirs.keys()
     assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []

@@ -155,6 +155,11 @@ class Job:
         cancelled = (self._submission / f"{CANCEL}-{self.id}").exists()
         after = decide(outcome, status, state, self.restarts, self._most, cancelled)
         blamed = _node_of((outcome or {}).get("host"), nodes) if after.fault else None
+        if state not in ("RUNNING", "CANCELLED", "TIMEOUT"):
+            # After a preemption, a node's failure or by hand: nothing is left to do, and the next start looks for nodes
+            # that went down.
+            say(f"SLURM has requeued it ({state}): {after.why}")
+            return after.exit_code
         stuck = self._history.end(after, (outcome or {}).get("step", 0), blamed)
         if after.requeue and stuck:
             say(f"not started again: {FAULTS_IN_A_ROW} faults in a row without a new checkpoint; the last: {after.why}")
@@ -184,6 +189,7 @@ class Job:
         except SlurmError as error:
             say(f"SLURM did not requeue it: {error}; submit it again to go on")
             return EXIT_REQUEUE
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(300)  # SLURM ends this script
         return EXIT_REQUEUE
 

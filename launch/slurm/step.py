@@ -143,3 +143,11 @@ def shown_meeting_point(environment: Mapping[str, str], job: int) -> str:
     if given := environment.get(RDZV):
         return given
     return shown_address(address_of(host_names(environment["SLURM_JOB_NODELIST"])[0]), free_port(job))
+
+
+if __name__ == "__main__":  # for scripts of one's own: where the nodes of this job can meet
+    try:
+        print(shown_meeting_point(os.environ, int(os.environ["SLURM_JOB_ID"])))
+    except UserError as error:
+        print(f"gramian: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,30 @@
+"""One cluster for all tests that need a real SLURM."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.launch.slurm.cluster import Cluster, missing
+
+
+def skip_or_fail(reason: str) -> None:
+    """Skip; where CI has installed what is needed, fail."""
+    if os.environ.get("GRAMIAN_NO_SKIPS"):
+        pytest.fail(f"GRAMIAN_NO_SKIPS is set, but: {reason}")
+    pytest.skip(reason)
+
+
+@pytest.fixture(scope="session")
+def cluster(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    if (reason := missing()) is not None:
+        skip_or_fail(f"no SLURM here: {reason}")
+    cluster = Cluster(tmp_path_factory.mktemp("slurm"), nodes=4)
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.stop()
