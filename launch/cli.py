@@ -325,6 +325,27 @@ def import_checkpoint(
         run_import(folder, out, eos, json_file)
 
 
+@app.command()
+def doctor(
+    nodes: Annotated[
+        bool,
+        typer.Option("--nodes", help="All processes, of an allocation, --nnodes or --nproc."),
+    ] = False,
+    folder: Annotated[Path, typer.Option("--dir", help="Where runs will be written.")] = Path("runs"),
+    nproc: Processes = None,
+    nnodes: Annotated[int, typer.Option(min=1, help="Machines, as for train.")] = 1,
+    node_rank: Annotated[int | None, typer.Option(min=0, help="Which of them this is.")] = None,
+    rdzv: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Where machine 0 listens.")] = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Check what could keep a run from training, or slow it down. Exit code 1: something would."""
+    with user_errors():
+        from common.nodes import parse_nodes
+        from launch.doctor import run_doctor
+
+        run_doctor(nodes or nnodes > 1, folder, nproc, parse_nodes(nnodes, node_rank, rdzv), json_file)
+
+
 @slurm_app.command("submit")
 def submit_job(
     config: ConfigFile,

@@ -15,7 +15,7 @@ from common.files import next_numbered
 from common.logs import setup_logging
 from common.nodes import Nodes
 from common.ranks import is_worker
-from launch import ROOT, worker
+from launch import worker
 from launch.finish import is_finished, print_ways_on
 from trainer.config import load_config
 from trainer.layout import plan_layout
@@ -98,10 +98,9 @@ def _in_slurm(config_path: str, overrides: list[str], nproc: int | None) -> Node
 
     step = read_step(os.environ)
     if step is None:
-        command = step_to_start(os.environ, nproc, [config_path, *overrides])
+        command = step_to_start(os.environ, nproc, "train", [config_path, *overrides])
         if command is not None:
             load_config(config_path, overrides)  # what is wrong is told once, and not on every node
-            os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
             os.execvp(command[0], command)
         return Nodes()
     if step.starts_workers:

@@ -244,6 +244,11 @@ class LaunchConfig(Config):
         description="With --nproc 2 or more: how often processes are started again, from the newest checkpoint, after "
         "one died, hung or failed.",
     )
+    preflight: bool = Field(
+        False,
+        description="Check versions, clocks and the speed between ranks before training, as `gramian doctor --nodes` "
+        "does.",
+    )
 
 
 class TrainingConfig(Config):

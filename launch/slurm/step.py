@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from common.errors import UserError
 from common.nodes import Nodes, shown_address, split_address
+from launch import ROOT
 from launch.network import address_towards, choose_interface
 from launch.slurm.control import SlurmError, host_names, show_node
 
@@ -70,14 +71,17 @@ def read_step(environment: Mapping[str, str]) -> Step | None:
     )
 
 
-def step_to_start(environment: Mapping[str, str], nproc: int | None, words: list[str]) -> list[str] | None:
+def step_to_start(
+    environment: Mapping[str, str], nproc: int | None, command: str, words: list[str]
+) -> list[str] | None:
     """In an allocation of several nodes, but in no step of it: what starts a launcher on each; else None."""
     nodes = environment.get("SLURM_JOB_NUM_NODES", "1")
     if "SLURM_JOB_ID" not in environment or nodes == "1" or environment.get("SLURM_STEP_ID", "").isdecimal():
         return None
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     many = ["--nproc", str(nproc)] if nproc is not None else []
     tasks = [f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--cpu-bind=none"]
-    return ["srun", *tasks, sys.executable, "-P", "-m", "gramian", "train", *many, *words]
+    return ["srun", *tasks, sys.executable, "-P", "-m", "gramian", command, *many, *words]
 
 
 def meeting_point(environment: Mapping[str, str]) -> tuple[str, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -155,6 +156,11 @@ class Cluster:
             r"^job    (\d+)$", self.run("gramian", "slurm", "submit", *map(str, words), **variables), re.M
         )
         return job
+
+    def file(self, path: Path, exclude: str, **settings: Any) -> Path:
+        """A cluster file that keeps a job to some nodes."""
+        path.write_text(json.dumps({"sbatch": [f"--exclude={exclude}"], "signal_seconds": 30, **settings}))
+        return path
 
     def record(self, job: str) -> dict[str, str]:
         """What SLURM says of a job."""

@@ -24,7 +24,7 @@ HARD = (
     "parallel.ep=2",
     "parallel.engine=fsdp",
 )
-STEPS = 150
+STEPS = 120
 EVENTS = ("preempt", "time limit", "node dies", "requeue")
 
 
@@ -47,12 +47,14 @@ def keys(corpus: Path, folder: Path, *more: str) -> list[str]:
     ]
 
 
-def unbroken(gang: Gang, corpus: Path, folder: Path, *more: str) -> tuple[RunDirectory, list[str]]:
-    """The same run on four processes of this machine, that nothing happens to, and its chain of tokens."""
+def unbroken(gang: Gang, corpus: Path, folder: Path, world: int, *more: str) -> tuple[RunDirectory, list[str]]:
+    """The same run on processes of this machine, that nothing happens to, and its chain of tokens."""
     folder.mkdir()
     variables = written_down(folder)
-    words = [TINY, *keys(corpus, folder, "parallel.dp_replicate=2", "checkpoint.every=50", *more)]
-    assert gang.run(_train, words, variables, world=4) == [0] * 4
+    # ep goes into the processes of a node if there are two, and a replica is then on each.
+    replicas = f"parallel.dp_replicate={2 if world == 4 else 1}"
+    words = [TINY, *keys(corpus, folder, replicas, "checkpoint.every=50", *more)]
+    assert gang.run(_train, words, variables, world=world) == [0] * world
     return RunDirectory(folder / "ordeal"), hash_chain(folder)
 
 
@@ -74,11 +76,12 @@ def _train(words: list[str], variables: dict[str, str]) -> int:
             sys.meta_path.remove(patched["Finder"])
 
 
-def through(cluster: Cluster, corpus: Path, folder: Path, generator: random.Random, *more: str) -> Ordeal:
+def through(cluster: Cluster, corpus: Path, folder: Path, generator: random.Random, nproc: int, *more: str) -> Ordeal:
     """Submit the run on two nodes, and let things happen to it at random instants."""
     folder.mkdir()
+    nodes = cluster.file(folder / "cluster.yaml", exclude="n[2-3]")
     job = cluster.submit(
-        *(TINY, "--nodes", "2", "--nproc", "2", "--time", "30", *keys(corpus, folder, *more)),
+        *(TINY, "--nodes", "2", "--nproc", nproc, "--time", "30", "--cluster", nodes, *keys(corpus, folder, *more)),
         **written_down(folder),
         OMP_NUM_THREADS="1",
     )
