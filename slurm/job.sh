@@ -3,6 +3,8 @@
 # Rendered by `gramian slurm submit` from slurm/job.sh. `sbatch` of this file submits the same job again.
 # What stands between two @ signs in the template is filled in; copy it and name the copy as `template` in a cluster
 # file to change anything else.
+# Values stand in single quotes, so that they stay what they are, and files that are sourced are the site's own.
+# shellcheck disable=SC2016,SC1091
 set -u
 
 # Paths in the config are relative to where the job was submitted.

@@ -6,6 +6,8 @@
 # torchrun, one a node, without `gramian slurm submit`: for sites that have a way of their own. Submit it in the checkout:
 #   sbatch slurm/torchrun.sh CONFIG key.path=value ...
 # with --gpus-per-node=8 --cpus-per-task=64 and the like before the script. PROCESSES is the number on each node.
+# The quoted words are for the shell on each node:
+# shellcheck disable=SC2016
 set -u
 
 # Where the nodes meet: an address of the first one, and a port that is free there.
