@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
+import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -47,7 +47,6 @@ class Meeting(RendezvousHandler):
         self._store: Store | None = None
         self._round = -1
         self._hosts = {nodes.rank: socket.gethostname()}
-        self._talk = ThreadPoolExecutor(1, "meeting")
         self._looked, self._deaf = 0.0, False
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -101,9 +100,10 @@ class Meeting(RendezvousHandler):
         if self.nodes.total == 1:
             return [Told(0, self._hosts[0], verdict)]
         if verdict is None:  # whoever wants to know will find it
-            self._asked(lambda: self._end(verdict))
+            self._asked(lambda: self._end(verdict), _ANSWER_SECONDS)
             return []
-        told = self._asked(lambda: self._exchange(verdict)) or {self.nodes.rank: verdict}
+        told = None if self._deaf else self._asked(lambda: self._exchange(verdict), 2 * _ANSWER_SECONDS + 5)
+        told = told or {self.nodes.rank: verdict}
         return [Told(node, self._hosts[node], told[node]) for node in sorted(told)]
 
     def has_ended(self) -> bool:
@@ -111,7 +111,7 @@ class Meeting(RendezvousHandler):
         if self.nodes.total == 1 or self._deaf or time.monotonic() - self._looked < 0.5:
             return False
         self._looked = time.monotonic()
-        ends = self._asked(self._others_ended)
+        ends = self._asked(self._others_ended, 2.0)
         self._deaf = ends is None  # over a broken link there is nothing to hear, and workers have a watch of their own
         return bool(ends)
 
@@ -146,13 +146,22 @@ class Meeting(RendezvousHandler):
         while not so() and time.monotonic() < deadline:
             time.sleep(0.05)
 
-    def _asked(self, question: Callable[[], Any]) -> Any:
-        """What the store answers; None where it does not, as over a broken link."""
-        with contextlib.suppress(RuntimeError, TimeoutError):
-            return self._talk.submit(question).result(timeout=2 * _ANSWER_SECONDS + 5)
-        self._talk.shutdown(wait=False, cancel_futures=True)
-        self._talk = ThreadPoolExecutor(1, "meeting")
-        return None
+    @staticmethod
+    def _asked(question: Callable[[], Any], seconds: float) -> Any:
+        """What the store answers; None where it does not, as over a broken link.
+
+        A thread that waits for ever keeps no process alive.
+        """
+        answers: list[Any] = []
+
+        def ask() -> None:
+            with contextlib.suppress(RuntimeError):
+                answers.append(question())
+
+        thread = threading.Thread(target=ask, name="meeting", daemon=True)
+        thread.start()
+        thread.join(seconds)
+        return answers[0] if answers else None
 
     def _connected(self) -> Store:
         """The store of the first machine; a new connection, as the old one may be dead."""

@@ -30,9 +30,17 @@ class Launched:
     """The tiny config on two processes, started anew after each end of its launcher."""
 
     def __init__(
-        self, corpus: Path, folder: Path, name: str, *more: str, by: tuple[str, ...] = BY_GRAMIAN, output: str = ""
+        self,
+        corpus: Path,
+        folder: Path,
+        name: str,
+        *more: str,
+        by: tuple[str, ...] = BY_GRAMIAN,
+        before: tuple[str, ...] = (),
+        output: str = "",
     ) -> None:
-        launcher = [str(BIN / by[0]), *by[1:]]
+        """`before`: words before the command; `output`: name of its output, if not the run's."""
+        launcher = [*before, str(BIN / by[0]), *by[1:]]
         if by is BY_TORCHRUN:
             launcher += [str(BIN / "gramian"), "train"]
         self._words = [*launcher, *tiny(corpus, folder, f"run.name={name}", *KEYS, *more)[1:]]

@@ -114,6 +114,7 @@ class _Watch(threading.Thread):
         self._pulse, self._rank, self._world, self._limit = pulse, rank, world_size, limit
         self._logs, self._tell = logs, tell
         self._interval = min(5.0, limit / 10)
+        self._patience = max(1.0, self._interval)
         self._talk = ThreadPoolExecutor(1, "pulse")
         self._ended = threading.Event()
         # A connection of its own: the main thread may hold the other one while it waits.
@@ -130,7 +131,8 @@ class _Watch(threading.Thread):
         looked = time.monotonic()
         while not self._ended.wait(self._interval):
             gap, looked = time.monotonic() - looked, time.monotonic()
-            if gap > 3 * self._interval:  # this process was stopped, or its machine slept: nobody's fault
+            # This process was stopped, or its machine slept: nobody's fault. A store that does not answer takes less.
+            if gap > 3 * self._interval + self._patience:
                 self._pulse.since += gap
             told = self._asked(self._publish)
             beat = self._pulse.beat()
@@ -161,7 +163,7 @@ class _Watch(threading.Thread):
     def _asked(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """What the store answers; None where whoever keeps it is gone, or hangs: nobody may wait for that."""
         try:
-            return self._talk.submit(function, *arguments).result(timeout=max(1.0, self._interval))
+            return self._talk.submit(function, *arguments).result(timeout=self._patience)
         except (RuntimeError, TimeoutError):
             return None
 

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.launch.needs import skip_or_fail
 from tests.launch.slurm.cluster import Cluster, missing
-
-
-def skip_or_fail(reason: str) -> None:
-    """Skip; where CI has installed what is needed, fail."""
-    if os.environ.get("GRAMIAN_NO_SKIPS"):
-        pytest.fail(f"GRAMIAN_NO_SKIPS is set, but: {reason}")
-    pytest.skip(reason)
 
 
 @pytest.fixture(scope="session")
