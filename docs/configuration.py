@@ -16,6 +16,7 @@ from pydantic.fields import FieldInfo  # noqa: E402
 from pydantic_core import PydanticUndefined  # noqa: E402
 
 from common.config import Config  # noqa: E402
+from launch.slurm.cluster import ClusterConfig  # noqa: E402
 from models.config import ModelConfig, load_preset, preset_names  # noqa: E402
 from optim.config import OPTIONS  # noqa: E402
 from trainer.config import TrainingConfig  # noqa: E402
@@ -38,6 +39,13 @@ where a number or a word is meant. `gramian train CONFIG --dry-run` prints the r
 arithmetic and the size of the model, and stops.
 
 Which keys a run may change between two starts is in [checkpoints.md](checkpoints.md).
+"""
+
+CLUSTER = """
+## Cluster files
+
+What `gramian slurm submit --cluster FILE` reads, see [slurm.md](slurm.md). None of these keys changes what is trained.
+
 """
 
 TABLE = "| key | type | default | meaning |\n| --- | --- | --- | --- |\n"
@@ -64,6 +72,7 @@ def page() -> str:
             parts.append(presets())
         if name == "optim":
             parts.append(optimizer_options())
+    parts.append(CLUSTER + TABLE + "".join(rows(ClusterConfig, "")))
     return "".join(parts)
 
 
@@ -130,7 +139,7 @@ def in_words(annotation: Any) -> str:
     if origin is tuple:
         return f"list of {len(arguments)} {in_words(arguments[0])}s"
     if origin is dict:
-        return "a mapping" if arguments[1] is Any else f"sections under {in_words(arguments[0])}"
+        return "a mapping" if arguments[1] in (Any, str) else f"sections under {in_words(arguments[0])}"
     if isinstance(annotation, type) and issubclass(annotation, Config):
         return "a section"
     return _TYPES[annotation]

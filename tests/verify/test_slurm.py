@@ -10,7 +10,6 @@ import pytest
 from tests.gang import Gang
 from tests.launch.slurm import ordeal
 from tests.launch.slurm.cluster import Cluster
-from tests.launch.slurm.conftest import cluster  # noqa: F401 - a fixture
 from tests.verify.evidence import write_evidence
 
 pytestmark = [pytest.mark.verify, pytest.mark.timeout(7200)]
@@ -19,7 +18,7 @@ TIMES = 10
 COMMAND = "pytest -m verify tests/verify/test_slurm.py"
 
 
-def test_ten_ordeals(cluster: Cluster, gang: Gang, corpus: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_ten_ordeals(cluster: Cluster, gang: Gang, corpus: Path, tmp_path: Path) -> None:
     """Two nodes of two processes; events in any order, at random steps."""
     plain, chain = ordeal.unbroken(gang, corpus, tmp_path / "unbroken", 4)
     came = []

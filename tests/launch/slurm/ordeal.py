@@ -24,7 +24,7 @@ HARD = (
     "parallel.ep=2",
     "parallel.engine=fsdp",
 )
-STEPS = 120
+STEPS = 90
 EVENTS = ("preempt", "time limit", "node dies", "requeue")
 
 
@@ -92,11 +92,12 @@ def through(cluster: Cluster, corpus: Path, folder: Path, generator: random.Rand
     def step() -> int:
         return max((row["step"] for row in run.read_metrics()), default=0)
 
-    events = list(EVENTS)
+    events = list(happenings)
     generator.shuffle(events)
     for number, event in enumerate(events):
         # Spread over the run, so that every start makes some steps before the next thing happens to it.
-        goal = max(step() + 2, generator.randint(number * STEPS // 5, (number + 1) * STEPS // 5 - 5))
+        share = STEPS // (len(events) + 1)
+        goal = max(step() + 2, generator.randint(number * share, (number + 1) * share - 5))
         cluster.until(lambda goal=goal: step() >= goal and cluster.state(job) == "RUNNING", 120, told)
         restarts = int(cluster.record(job)["Restarts"])
         met.append({"event": event, "step": step(), "newest_checkpoint": max(run.committed(), default=0)})
