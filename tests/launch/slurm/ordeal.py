@@ -76,8 +76,16 @@ def _train(words: list[str], variables: dict[str, str]) -> int:
             sys.meta_path.remove(patched["Finder"])
 
 
-def through(cluster: Cluster, corpus: Path, folder: Path, generator: random.Random, nproc: int, *more: str) -> Ordeal:
-    """Submit the run on two nodes, and let things happen to it at random instants."""
+def through(
+    cluster: Cluster,
+    corpus: Path,
+    folder: Path,
+    generator: random.Random,
+    nproc: int,
+    *more: str,
+    happenings: tuple[str, ...] = EVENTS,
+) -> Ordeal:
+    """Submit the run on two nodes, and let things happen to it at random instants, in any order."""
     folder.mkdir()
     nodes = cluster.file(folder / "cluster.yaml", exclude="n[2-3]")
     job = cluster.submit(
