@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import subprocess
+from collections.abc import Iterator
 
 from common.errors import UserError
 
 
 class SlurmError(Exception):
     """A command of SLURM's that refused: its own line."""
+
+
+@contextlib.contextmanager
+def answering() -> Iterator[None]:
+    """For commands of the user's: what SLURM refuses is one line."""
+    try:
+        yield
+    except SlurmError as error:
+        raise UserError(f"SLURM does not answer: {error}; see whether slurmctld runs, or wait") from None
 
 
 def slurm(*words: str) -> str:

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from common.errors import UserError
 from launch.reports import align_right, check_writable, report_console, write_json
-from launch.slurm.control import SlurmError, show_jobs, slurm
+from launch.slurm.control import SlurmError, answering, show_jobs, slurm
 from launch.slurm.job import CANCEL
 from launch.slurm.submit import submissions
 from trainer.config import load_config
@@ -23,7 +23,8 @@ _ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_ME
 def run_status(run: Path, lines: int, json_file: str | None) -> None:
     """Show the newest job of a run, or of each run of an array, and the end of its log."""
     check_writable("--json", json_file)
-    rows = statuses(run)
+    with answering():
+        rows = statuses(run)
     write_json(json_file, {"runs": rows})
     if json_file == "-":
         return
@@ -130,7 +131,9 @@ def run_cancel(run: Path, now: bool) -> None:
     """End a run's jobs: those that run save first, unless `now`."""
     ended = 0
     for submission, record in submissions(run):
-        for job, state in _states(record["job"]).items():
+        with answering():
+            states = _states(record["job"])
+        for job, state in states.items():
             if state in _ENDED or state == "COMPLETING":
                 continue
             (submission / f"{CANCEL}-{job}").touch()

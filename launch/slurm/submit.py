@@ -20,7 +20,7 @@ from common.errors import UserError
 from common.files import atomic_write, next_numbered
 from launch.finish import is_finished
 from launch.slurm.cluster import ClusterConfig, load_cluster
-from launch.slurm.control import SlurmError, slurm
+from launch.slurm.control import SlurmError, answering, slurm
 from launch.slurm.script import Plan, render
 from launch.slurm.snapshot import take_snapshot
 from models.flops import parameter_parts
@@ -172,10 +172,8 @@ def _array(given: str | None, elements: dict[int, list[str]]) -> str | None:
 
 def check_cluster(cluster: ClusterConfig, nodes: int, gpus: int) -> None:
     """Refuse what no partition has; SLURM would say so less clearly, or let the job wait for ever."""
-    try:
+    with answering():
         rows = [line.split("|") for line in slurm("sinfo", "-h", "-o", "%R|%D|%G|%P").splitlines()]
-    except SlurmError as error:
-        raise UserError(f"SLURM does not answer: {error}; see whether slurmctld runs, or wait") from None
     names = sorted({row[0] for row in rows})
     if cluster.partition is not None:
         wanted = cluster.partition.split(",")

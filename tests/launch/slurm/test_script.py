@@ -187,4 +187,9 @@ def test_without_slurm(gramian: Any, tmp_path: Path, monkeypatch: pytest.MonkeyP
     )
     assert not list(tmp_path.iterdir())
     assert gramian("slurm", "submit", TINY, "--dry-run", f"run.dir={tmp_path}").code == 0  # needs none
+    (tmp_path / "old" / "slurm" / "0000").mkdir(parents=True)
+    record = {"job": "1", "log": "log.txt", "elements": {}}
+    (tmp_path / "old" / "slurm" / "0000" / "submit.json").write_text(json.dumps(record))
+    for command in ("status", "cancel"):
+        assert "there is no SLURM on this machine" in gramian("slurm", command, tmp_path / "old").err
     assert "this run is not there" in gramian("slurm", "status", tmp_path / "absent").err
