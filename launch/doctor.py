@@ -224,7 +224,7 @@ def _disk(folder: Path) -> list[Check]:
     place = folder.absolute()
     while not place.exists():
         place = place.parent
-    if not os.access(place, os.W_OK):
+    if not place.is_dir() or not os.access(place, os.W_OK):
         raise UserError(f"--dir {folder}: {place} is not a folder you may write to; choose another")
     free = shutil.disk_usage(place).free
     file = place / f".gramian-doctor-{os.getpid()}"
