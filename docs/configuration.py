@@ -17,6 +17,7 @@ from pydantic.fields import FieldInfo  # noqa: E402
 from pydantic_core import PydanticUndefined  # noqa: E402
 
 from common.config import Config  # noqa: E402
+from launch.slurm.cluster import ClusterConfig  # noqa: E402
 from models.config import ModelConfig, load_preset, preset_names  # noqa: E402
 from optim.config import OPTIONS  # noqa: E402
 from scaling.sweepfile import SweepConfig  # noqa: E402
@@ -41,6 +42,13 @@ where a number or a word is meant. `gramian train CONFIG --dry-run` prints the r
 arithmetic and the size of the model, and stops.
 
 Which keys a run may change between two starts is in [checkpoints.md](checkpoints.md).
+"""
+
+CLUSTER = """
+## Cluster files
+
+What `gramian slurm submit --cluster FILE` reads, see [slurm.md](slurm.md). None of these keys changes what is trained.
+
 """
 
 TABLE = "| key | type | default | meaning |\n| --- | --- | --- | --- |\n"
@@ -75,6 +83,7 @@ def page() -> str:
             parts.append(presets())
         if name == "optim":
             parts.append(optimizer_options())
+    parts.append(CLUSTER + TABLE + "".join(rows(ClusterConfig, "")))
     return "".join(parts)
 
 

@@ -14,18 +14,20 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
-import torch.distributed.elastic.rendezvous.registry as rendezvous
 from torch.distributed.elastic.agent.server import WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-from torch.distributed.elastic.rendezvous import RendezvousParameters
 
+from common.errors import EXIT_BAD_INPUT, EXIT_HANG, EXIT_REQUEUE
+from common.nodes import Nodes
+from launch.meeting import Meeting
 from trainer.stop import Repeats, heeded_signals
 
 # For what the other workers do when one has ended: reports, stacks, a checkpoint that needs only its last file.
 _SECONDS_AFTER_A_DEATH = 10.0
+_FOLLOWS = "ended with the others"
 
 
 class Ended(NamedTuple):
@@ -36,41 +38,43 @@ class Ended(NamedTuple):
     message: str  # to tell
     exit_code: int  # of the command
     retry: bool  # whether another attempt may do better
+    time: float = 0.0
+    node: int = 0  # the machine, and its name
+    host: str = ""
 
 
-Judge = Callable[[int, Mapping[int, ProcessFailure]], Ended]
+# Told the number of the attempt, the failures, and the signal by which workers were cut off, if they were.
+Judge = Callable[[int, Mapping[int, ProcessFailure], signal.Signals | None], Ended]
 
 
 class Agent(LocalElasticAgent):
     """Starts workers, and starts them anew for as long as `judge` says so and `max_restarts` lets it."""
 
     def __init__(
-        self, words: list[str], nproc: int, logs: Path, max_restarts: int, judge: Judge, restarting: Callable[..., None]
+        self,
+        words: list[str],
+        nproc: int,
+        nodes: Nodes,
+        logs: Path,
+        max_restarts: int,
+        judge: Judge,
+        restarting: Callable[..., None],
     ) -> None:
         """Args: see `launch.local.start_workers`.
 
         Args:
-            judge: told the number of the attempt and the failures, says what they come to.
+            judge: says what failures on this machine come to.
             restarting: called with how the attempt ended, the number of the next, and how many there may be.
         """
-        run_id = f"gramian-{os.getpid()}"
-        meeting = RendezvousParameters(
-            backend="c10d",
-            endpoint="127.0.0.1:0",
-            run_id=run_id,
-            min_nodes=1,
-            max_nodes=1,
-            local_addr="127.0.0.1",  # the host's own name may not resolve
-        )
+        self._meeting = Meeting(nodes, nproc, lambda: self._repeats.first is not None)
         spec = WorkerSpec(
             role="default_role",
             local_world_size=nproc,
             entrypoint=sys.executable,
             args=("-P", *words),  # -P keeps the working directory off the workers' path
-            rdzv_handler=rendezvous.get_rendezvous_handler(meeting),
+            rdzv_handler=self._meeting,
             max_restarts=max_restarts,
             monitor_interval=0.1,
-            local_addr="127.0.0.1",
         )
         redirects = dict.fromkeys(range(1, nproc), Std.ALL)
         super().__init__(spec, logs_specs=DefaultLogsSpecs(log_dir=str(logs), redirects=redirects))
@@ -78,7 +82,6 @@ class Agent(LocalElasticAgent):
         self._repeats = Repeats()
         self._killed: set[int] = set()  # processes that we ended: they are no cause
         self.attempt = 0
-        self.cut_off = False  # a worker was ended by the signal that was passed on, before it could heed it
         self.ended: Ended | None = None
 
     @property
@@ -108,6 +111,8 @@ class Agent(LocalElasticAgent):
             process.send_signal(number)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
+        most = worker_group.spec.max_restarts
+        self._remaining_restarts = most - self._meeting.agreed("attempt", most - self._remaining_restarts)
         started: dict[int, int] = super()._start_workers(worker_group)
         self.heed_signals()  # an older torch puts its own in their place
         if self._repeats.first is not None:  # it came while there were none
@@ -115,20 +120,35 @@ class Agent(LocalElasticAgent):
         return started
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        if any(process.poll() for process in self._processes()):
+        if any(process.poll() for process in self._processes()) or self._meeting.has_ended():
             self._let_the_rest_end()
         result = super()._monitor_workers(worker_group)
         if result.state is WorkerState.FAILED:
             self.attempt = worker_group.spec.max_restarts - self._remaining_restarts
-            ended_by = self._repeats.first or 0
-            self.cut_off = any(f.exitcode in (-ended_by, 128 + ended_by) for f in result.failures.values())
+            # Ended by the signal that was passed on, before they could heed it.
+            ended_by = self.stopped_by or 0
+            cut_off = any(f.exitcode in (-ended_by, 128 + ended_by) for f in result.failures.values())
             causes = {rank: f for rank, f in result.failures.items() if f.pid not in self._killed}
-            self.ended = self._judge(self.attempt, causes or result.failures)
-            if self._repeats.first is not None or not self.ended.retry:
+            mine = self._judge(self.attempt, causes or result.failures, self.stopped_by if cut_off else None)
+            if not causes and mine.how.startswith("SIG"):  # another machine has the cause
+                mine = mine._replace(how=_FOLLOWS, message=f"gramian: rank {mine.rank} was ended with the others")
+            # A signal that comes later than this is for the workers of the next attempt.
+            self.ended = self._agreed_on(mine._replace(retry=mine.retry and self._repeats.first is None))
+            if not self.ended.retry:
                 self._remaining_restarts = 0
             elif self._remaining_restarts:
                 self._restarting(self.ended, self.attempt + 1, worker_group.spec.max_restarts)
+        elif result.state is WorkerState.SUCCEEDED:
+            self._meeting.told(None)
         return result
+
+    def _agreed_on(self, mine: Ended) -> Ended:
+        """The end that all machines go by: of what each tells, what explains the rest."""
+        told = self._meeting.told(mine._asdict())
+        ends = [Ended(**{**t.verdict, "node": t.node, "host": t.host}) for t in told if t.verdict is not None]
+        ended = min(ends, key=_explains)
+        # What is done on one machine cannot be done again by the others.
+        return ended if len(ends) == len(told) else ended._replace(retry=False)
 
     def _let_the_rest_end(self) -> None:
         """One has failed: the others have some seconds, but for those that a signal has stopped and that do nothing."""
@@ -154,6 +174,14 @@ class Agent(LocalElasticAgent):
 
     def _running(self) -> list[subprocess.Popen[bytes]]:
         return [process for process in self._processes() if process.poll() is None]
+
+
+def _explains(ended: Ended) -> tuple[int, float]:
+    """The order in which ends of the same attempt are causes: an exit code that says why, a signal, the first fault."""
+    told = (EXIT_BAD_INPUT, EXIT_REQUEUE, EXIT_HANG)
+    if ended.exit_code in told:
+        return told.index(ended.exit_code), ended.time
+    return len(told) + (not ended.how.startswith("SIG")) + (ended.how == _FOLLOWS), ended.time
 
 
 def _is_stopped(pid: int) -> bool:

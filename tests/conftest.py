@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.gang import Gang
+from tests.launch.needs import skip_or_fail
+from tests.launch.slurm.cluster import Cluster, missing
 
 # The documents of the small corpus: modules of the standard library, about 200 kB of text.
 MODULES = (
@@ -62,6 +64,19 @@ def paragraphs(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     texts = [part for path in sorted(corpus.iterdir()) for part in path.read_text(encoding="utf-8").split("\n\n")]
     file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts if text.strip()), encoding="utf-8")
     return file
+
+
+@pytest.fixture(scope="session")
+def cluster(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A real SLURM of four nodes, all of them this machine."""
+    if (reason := missing()) is not None:
+        skip_or_fail(f"no SLURM here: {reason}")
+    cluster = Cluster(tmp_path_factory.mktemp("slurm"), nodes=4)
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.stop()
 
 
 @pytest.fixture(scope="session")

@@ -29,12 +29,22 @@ BY_TORCHRUN = ("torchrun", "--standalone", "--nproc-per-node", "2", "--max-resta
 class Launched:
     """The tiny config on two processes, started anew after each end of its launcher."""
 
-    def __init__(self, corpus: Path, folder: Path, name: str, *more: str, by: tuple[str, ...] = BY_GRAMIAN) -> None:
-        launcher = [str(BIN / by[0]), *by[1:]]
+    def __init__(
+        self,
+        corpus: Path,
+        folder: Path,
+        name: str,
+        *more: str,
+        by: tuple[str, ...] = BY_GRAMIAN,
+        before: tuple[str, ...] = (),
+        output: str = "",
+    ) -> None:
+        """`before`: words before the command; `output`: name of its output, if not the run's."""
+        launcher = [*before, str(BIN / by[0]), *by[1:]]
         if by is BY_TORCHRUN:
             launcher += [str(BIN / "gramian"), "train"]
         self._words = [*launcher, *tiny(corpus, folder, f"run.name={name}", *KEYS, *more)[1:]]
-        self._output = folder / f"{name}.txt"
+        self._output = folder / f"{output or name}.txt"
         self.run = RunDirectory(folder / name)
         self.process: subprocess.Popen[bytes]
         self.stopped_at = 0.0
@@ -120,11 +130,16 @@ def _is_alive(pid: int) -> bool:
 
 
 def assert_ended_alike(run: RunDirectory, unbroken: RunDirectory) -> None:
+    """As below, of the runs that are launched here."""
+    assert_same_end(run, unbroken, STEPS)
+
+
+def assert_same_end(run: RunDirectory, unbroken: RunDirectory, steps: int) -> None:
     """All steps, the same numbers and the same weights and optimizer state, to the bit."""
     outcome = read_outcome(run)
     assert outcome is not None
     assert outcome["outcome"] == "done"
     assert losses_and_norms(run) == losses_and_norms(unbroken)
-    ours, theirs = (read_state(each.checkpoint(STEPS)) for each in (run, unbroken))
+    ours, theirs = (read_state(each.checkpoint(steps)) for each in (run, unbroken))
     assert ours.keys() == theirs.keys()
     assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []

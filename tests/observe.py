@@ -78,7 +78,7 @@ def _start(config: str, overrides: list[str], folder: str, echo: list[str] | Non
         stack.enter_context(mock.patch.dict(os.environ, GRAMIAN_CACHE="cache"))
         # Time spent on what no key decides: the machine's speed, the state of the checkout.
         stack.enter_context(mock.patch("trainer.loop.peak_flops", return_value=(1e12, "not measured")))
-        stack.enter_context(mock.patch("trainer.provenance._git", return_value=None))
+        stack.enter_context(mock.patch("trainer.provenance.commit_and_diff", return_value=(None, None)))
         # Whether blocks are compiled is seen in dynamo's graphs; what inductor makes of them takes a C++ compiler long.
         eager = mock.patch("torch.compile", lambda f, **options: compile_block(f, **{**options, "backend": "eager"}))
         stack.enter_context(eager)

@@ -148,8 +148,11 @@ class ParallelConfig(Config):
         description="fsdp: parameters, gradients and optimizer state sharded; ddp: replicated on every rank; "
         "deepspeed: DeepSpeed's ZeRO.",
     )
-    dp_replicate: int = Field(
-        1, ge=1, description="fsdp: number of replicas of the sharded model (HSDP); ddp: leave it at 1."
+    dp_replicate: int | None = Field(
+        None,
+        ge=1,
+        description="fsdp: number of replicas of the sharded model (HSDP); ddp: leave it out. null: one on each "
+        "machine if dp_shard is -1 and ep and tp go into the ranks of a machine, else 1.",
     )
     dp_shard: int = Field(-1, description="fsdp: ranks that share one copy of the model; -1: all that are left.")
     ep: int = Field(
@@ -192,7 +195,7 @@ class ParallelConfig(Config):
         self._check_deepspeed()
         if self.dp_shard != -1 and self.dp_shard < 1:
             raise ValueError(f"'dp_shard' must be positive, or -1 for all ranks that are left, got {self.dp_shard}")
-        if self.engine == "ddp" and (self.dp_replicate != 1 or self.dp_shard not in (-1, 1)):
+        if self.engine == "ddp" and (self.dp_replicate not in (None, 1) or self.dp_shard not in (-1, 1)):
             raise ValueError(
                 "engine ddp replicates over all ranks; remove dp_replicate and dp_shard, or use engine: fsdp"
             )
@@ -210,7 +213,7 @@ class ParallelConfig(Config):
         if self.engine != "deepspeed":
             return
         for key in ("dp_replicate", "tp"):
-            if getattr(self, key) != 1:
+            if getattr(self, key) not in (None, 1):
                 raise ValueError(f"engine deepspeed has no {key}; remove it, or use engine: fsdp")
         if self.offload == "optimizer+params" and self.stage != 3:
             raise ValueError(
@@ -291,6 +294,11 @@ class LaunchConfig(Config):
         ge=0,
         description="With --nproc 2 or more: how often processes are started again, from the newest checkpoint, after "
         "one died, hung or failed.",
+    )
+    preflight: bool = Field(
+        False,
+        description="Check versions, clocks and the speed between ranks before training, as `gramian doctor --nodes` "
+        "does.",
     )
 
 

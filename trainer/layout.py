@@ -24,6 +24,7 @@ class Layout:
     micro_batch_size: int
     accumulation: int
     seq_len: int
+    by_machine: bool = False  # one replica on each machine, by default
     stages: tuple[Layout, ...] = ()  # of each stage, if there are several; the first's numbers are ours
 
     def at(self, stage: int) -> Layout:
@@ -59,6 +60,8 @@ class Layout:
             ranks = f"{self.data_ranks} group{'s' if self.data_ranks > 1 else ''} of ranks"
         if self.ep > 1:
             mesh += f"; experts: dp_replicate {self.dp_replicate} x efsdp {self.efsdp} x ep {self.ep}"
+        if self.by_machine:
+            mesh += "\n       one replica on each machine; parallel.dp_replicate=1 shards over all of them"
         return mesh + "\n" + "\n".join(layout._describe_batch(ranks) for layout in self.stages or (self,))
 
     def _describe_batch(self, ranks: str) -> str:
@@ -69,36 +72,38 @@ class Layout:
         )
 
 
-def plan_layout(config: TrainingConfig, world_size: int) -> Layout:
+def plan_layout(config: TrainingConfig, world_size: int, on_a_machine: int | None = None) -> Layout:
     """Lay a config over `world_size` ranks, in all its stages.
+
+    Args:
+        on_a_machine: ranks of each machine; default: what the environment says, or all of them.
 
     Raises:
         UserError: ranks or sequences that do not divide, for which the line names the key and values that would do; a
             DeepSpeed or Accelerate config that contradicts this one.
     """
-    layout = _plan_stages(config, world_size)
+    layout = _plan_stages(config, world_size, on_a_machine or ranks_on_this_machine())
     if config.parallel.engine == "deepspeed":
         zero_config(config, layout)
     check_accelerate(config, layout, os.environ)
     return layout
 
 
-def _plan_stages(config: TrainingConfig, world_size: int) -> Layout:
+def _plan_stages(config: TrainingConfig, world_size: int, on_a_machine: int | None) -> Layout:
     if not config.stages:
-        return _plan_stage(config, world_size)
+        return _plan_stage(config, world_size, on_a_machine)
     layouts = []
     for stage in config.plan:
         try:
-            layouts.append(_plan_stage(stage.config, world_size))
+            layouts.append(_plan_stage(stage.config, world_size, on_a_machine))
         except UserError as error:
             raise UserError(f"stages.{stage.number}: {error}") from None
     return replace(layouts[0], stages=tuple(layouts))
 
 
-def _plan_stage(config: TrainingConfig, world_size: int) -> Layout:
+def _plan_stage(config: TrainingConfig, world_size: int, here: int | None) -> Layout:
     """Lay a config without stages, or one stage's config, over `world_size` ranks."""
     parallel, train, tp = config.parallel, config.train, config.parallel.tp
-    here = ranks_on_this_machine()
     if here is not None and here % tp and not parallel.tp_across_nodes:
         raise UserError(
             f"'parallel.tp' ({tp}) does not divide the {here} processes of a machine, so that every layer would wait "
@@ -110,10 +115,11 @@ def _plan_stage(config: TrainingConfig, world_size: int) -> Layout:
             f"choose one of {_divisors(world_size)}, or another --nproc"
         )
     data_ranks = world_size // tp
+    machines = _machines(config, world_size, here)
     if parallel.engine == "ddp":
         replicate, shard = world_size, 1
     else:
-        replicate, shard = parallel.dp_replicate, parallel.dp_shard
+        replicate, shard = parallel.dp_replicate or machines, parallel.dp_shard
         if shard == -1:
             if data_ranks % replicate:
                 raise UserError(
@@ -151,7 +157,19 @@ def _plan_stage(config: TrainingConfig, world_size: int) -> Layout:
         micro_batch_size=train.micro_batch_size,
         accumulation=per_rank // train.micro_batch_size,
         seq_len=config.data.seq_len,
+        by_machine=machines > 1,
     )
+
+
+def _machines(config: TrainingConfig, world_size: int, here: int | None) -> int:
+    """How many machines have a replica each because the config leaves it open: inside one the messages of shards
+    are quick, and between them only sums of gradients travel. 1: it is not left open, or ep or tp do not fit in."""
+    parallel = config.parallel
+    open_to_us = parallel.engine == "fsdp" and parallel.dp_replicate is None and parallel.dp_shard == -1
+    if not open_to_us or here is None or world_size % here or here % math.lcm(parallel.tp, parallel.ep):
+        return 1
+    moe, machines = config.model.moe, world_size // here
+    return machines if moe is None or _cut_unevenly(config, parallel.ep, here // parallel.ep) is None else 1
 
 
 def _each(tp: int) -> str:

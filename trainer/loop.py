@@ -32,7 +32,8 @@ from trainer.health import or_none
 from trainer.layout import Layout, plan_layout
 from trainer.metrics import Reporter
 from trainer.outcome import outcome_told
-from trainer.provenance import record_start
+from trainer.preflight import preflight
+from trainer.provenance import check_shared, record_start
 from trainer.recovery import give_up, look_at, may_roll_back, roll_back, weights_are_finite
 from trainer.resume import Progress, resume, trainer_state
 from trainer.routing import Load, auxiliary_loss, move_selection_bias
@@ -62,6 +63,7 @@ def train(config: TrainingConfig, runtime: Runtime, say_hang: Callable[[str], No
 
 def _train(config: TrainingConfig, run: RunDirectory, runtime: Runtime) -> None:
     run.check_config(config)
+    check_shared(run, runtime)
     layout = plan_layout(config, runtime.world_size)
     runtime = replace(runtime, tp=layout.tp)
     data = open_run_data(config)
@@ -108,6 +110,8 @@ def _train(config: TrainingConfig, run: RunDirectory, runtime: Runtime) -> None:
 
     feed = Prefetched(batches, steps, finish=pinned if runtime.device.type == "cuda" else None)
     reporter = Reporter(run, runtime.is_main, done.step, steps)
+    if config.launch.preflight:
+        preflight(runtime, reporter.say)
     with checkpointer, feed, reporter, saved_when_stopped(run, runtime, save_now):
         reporter.say(layout.describe())
         if (routing := engine.routing()) is not None:

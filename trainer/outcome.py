@@ -28,11 +28,11 @@ _EXIT_CODES: dict[Outcome, int] = {
 }
 
 
-def write_outcome(run: RunDirectory, outcome: Outcome, reason: str, of_attempt: int | None = None) -> None:
+def write_outcome(run: RunDirectory, outcome: Outcome, reason: str, of_attempt: int | None = None, **more: Any) -> None:
     """Say how the start ends. A run without a folder gets none.
 
     A fault that follows from what a rank has told already is not told. The launcher, which gives the number of the
-    attempt, knows better.
+    attempt, knows better, and `more`.
     """
     if not run.path.is_dir() or (outcome == "fault" and of_attempt is None and run.outcome_file.exists()):
         return
@@ -43,6 +43,7 @@ def write_outcome(run: RunDirectory, outcome: Outcome, reason: str, of_attempt: 
         "reason": reason,
         "attempt": attempt() if of_attempt is None else of_attempt,
         "time": round(time.time(), 3),
+        **more,
     }
     with contextlib.suppress(OSError):  # a full disk
         atomic_write(run.outcome_file, json.dumps(record, indent=1) + "\n")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
 import shlex
 import socket
-import subprocess
 import sys
 import time
 from importlib.metadata import PackageNotFoundError, version
@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import yaml
 
+from common.checkout import commit_and_diff
 from common.errors import UserError
 from common.files import atomic_write, hash_json, next_numbered
 from common.ranks import attempt
@@ -29,6 +30,41 @@ from trainer.runtime import Runtime
 
 _ROOT = Path(__file__).resolve().parent.parent
 _PACKAGES = ("gramian", "torch", "numpy", "pydantic", "safetensors", "sentencepiece")
+
+
+def check_shared(run: RunDirectory, runtime: Runtime) -> None:
+    """Refuse a run directory that is not the same folder for all ranks: each would save a part of a checkpoint.
+
+    Raises:
+        UserError: on all ranks, as one does not see what rank 0 has written.
+    """
+    mark = run.path / f".shared-{os.urandom(8).hex()}"
+    if runtime.is_main:
+        mark.touch()
+    told: list[Any] = [mark.name]
+    dist.broadcast_object_list(told)
+    seen: list[Any] = [None] * runtime.world_size
+    dist.all_gather_object(seen, (socket.gethostname(), _appears(run.path / told[0])))
+    if runtime.is_main:
+        mark.unlink()
+    blind = [host for host, sees in seen if not sees]
+    if blind:
+        raise UserError(
+            f"{run.path} is not the same folder on {blind[0]} as on {seen[0][0]}, where rank 0 is; "
+            f"set run.dir to a folder that all machines share"
+        )
+
+
+def _appears(path: Path) -> bool:
+    """Whether a file is there; network file systems remember for some seconds that it was not."""
+    deadline = time.monotonic() + (10.0 if path.parent.is_dir() else 2.0)
+    while not path.exists():
+        if time.monotonic() > deadline:
+            return False
+        with contextlib.suppress(OSError):
+            os.listdir(path.parent)  # looks anew
+        time.sleep(0.2)
+    return True
 
 
 def record_start(
@@ -55,13 +91,13 @@ def record_start(
     counts = {host: hosts.count(host) for host in sorted(set(hosts))}
     run.events.record("start", attempt=attempt(), ranks=runtime.world_size, hosts=counts, step=step)
     folder = next_numbered(run.path / "starts")
-    commit, diff = _git("rev-parse", "HEAD"), _git("diff", "HEAD")
+    commit, diff = commit_and_diff(_ROOT)
     record = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         # Our launcher hands down what the user typed; any other starts workers with what it was told.
         "command": os.environ.get("GRAMIAN_COMMAND") or shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "from_step": step,
-        "git_commit": commit and commit.strip(),
+        "git_commit": commit,
         "git_dirty": bool(diff),
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -80,17 +116,6 @@ def record_start(
     if diff:
         atomic_write(folder / "code.diff", diff)
     atomic_write(folder / "provenance.json", json.dumps(record, indent=1))
-
-
-def _git(*arguments: str) -> str | None:
-    """Output of git in the project's checkout, or None where there is no checkout."""
-    try:
-        done = subprocess.run(
-            ["git", "-C", str(_ROOT), *arguments], capture_output=True, text=True, errors="replace", timeout=30
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout if done.returncode == 0 else None
 
 
 def _version(package: str) -> str | None:

@@ -7,6 +7,7 @@ import faulthandler
 import json
 import math
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -72,7 +73,8 @@ class Pulse:
     def beat(self) -> dict[str, Any]:
         """For the other ranks. Clocks of machines differ by little beside the limits."""
         seconds = time.monotonic() - self.since
-        return {"place": self.place, "step": self.step, "seconds": seconds, "waits": self.waits, "time": time.time()}
+        beat = {"place": self.place, "step": self.step, "seconds": seconds, "waits": self.waits, "time": time.time()}
+        return {**beat, "host": socket.gethostname()}
 
 
 @contextlib.contextmanager
@@ -112,6 +114,7 @@ class _Watch(threading.Thread):
         self._pulse, self._rank, self._world, self._limit = pulse, rank, world_size, limit
         self._logs, self._tell = logs, tell
         self._interval = min(5.0, limit / 10)
+        self._patience = max(1.0, self._interval)
         self._talk = ThreadPoolExecutor(1, "pulse")
         self._ended = threading.Event()
         # A connection of its own: the main thread may hold the other one while it waits.
@@ -128,7 +131,8 @@ class _Watch(threading.Thread):
         looked = time.monotonic()
         while not self._ended.wait(self._interval):
             gap, looked = time.monotonic() - looked, time.monotonic()
-            if gap > 3 * self._interval:  # this process was stopped, or its machine slept: nobody's fault
+            # This process was stopped, or its machine slept: nobody's fault. A store that does not answer takes less.
+            if gap > 3 * self._interval + self._patience:
                 self._pulse.since += gap
             told = self._asked(self._publish)
             beat = self._pulse.beat()
@@ -147,8 +151,9 @@ class _Watch(threading.Thread):
         if self._asked(self._store.add, "hang", 1) in (1, None):
             beats = self._asked(self._beats, beat)
             if beats is None:
-                fault = f"rank 0, or who else keeps the ranks' store, does not answer, and rank {self._rank} is in "
-                fault += _place(beat)
+                kept = f" at {os.environ['MASTER_ADDR']}" if "MASTER_ADDR" in os.environ else ""
+                fault = f"rank 0, or who else keeps the ranks' store{kept}, does not answer, and rank {self._rank} is "
+                fault += f"in {_place(beat)}"
             else:
                 fault = whose_fault(beats, self._rank, self._world, 4 * self._interval)
             self._tell(f"no progress: {fault}; stacks are in {self._logs}", beat["step"])
@@ -158,7 +163,7 @@ class _Watch(threading.Thread):
     def _asked(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """What the store answers; None where whoever keeps it is gone, or hangs: nobody may wait for that."""
         try:
-            return self._talk.submit(function, *arguments).result(timeout=max(1.0, self._interval))
+            return self._talk.submit(function, *arguments).result(timeout=self._patience)
         except (RuntimeError, TimeoutError):
             return None
 
@@ -180,13 +185,18 @@ def whose_fault(beats: dict[int, dict[str, Any]], rank: int, world_size: int, si
     """Who keeps a gang from going on, as `rank` sees it: who gives no sign of life for `silence` seconds, or else who
     is behind the others."""
     now = time.time()
+    several = len({beat["host"] for beat in beats.values()}) > 1
+
+    def name(other: int) -> str:
+        return f"rank {other} on {beats[other]['host']}" if several else f"rank {other}"
+
     unseen = [other for other in range(world_size) if other not in beats]
     silent = {other: beat for other, beat in beats.items() if other != rank and now - beat["time"] > silence}
     if unseen or silent:
         return "; ".join(
             [f"rank {other} was never seen" for other in unseen]
             + [
-                f"rank {other} gave no sign of life for {now - beat['time']:.0f} s, last seen in {_place(beat)}"
+                f"{name(other)} gave no sign of life for {now - beat['time']:.0f} s, last seen in {_place(beat)}"
                 for other, beat in silent.items()
             ]
         )
@@ -195,7 +205,7 @@ def whose_fault(beats: dict[int, dict[str, Any]], rank: int, world_size: int, si
     if len(behind) == world_size > 1:
         return f"all ranks are in {_place(beats[rank])}, for {beats[rank]['seconds']:.0f} s"
     return "; ".join(
-        f"rank {other} did not come on from {_place(beats[other])}, where it is for {beats[other]['seconds']:.0f} s"
+        f"{name(other)} did not come on from {_place(beats[other])}, where it is for {beats[other]['seconds']:.0f} s"
         for other in behind
     )
 

@@ -18,6 +18,7 @@ _HEAVY = {"torch", "numpy", "sentencepiece", "yaml", "pydantic", "tokenizers", "
     "words",
     [
         *(["--help"], ["train", "--help"], ["generate", "--help"], ["tokenizer", "train", "--help"]),
+        *(["doctor", "--help"], ["slurm", "submit", "--help"], ["slurm", "status", "--help"]),
         *(["tokenize", "--help"], ["data", "inspect", "--help"], ["data", "verify", "--help"]),
     ],
 )
@@ -37,9 +38,17 @@ def test_no_config_module_imports_torch() -> None:
         *("trainer.layout", "trainer.rundir", "trainer.manifest", "trainer.start", "data.prepare", "launch.worker"),
         *("launch.train", "launch.finish", "launch.local", "launch.tokenizer", "data.readers", "data.tokenizer"),
         *("launch.tokenize", "launch.data", "launch.sweep", "launch.sweep_tasks", "scaling.sweepfile"),
+        *("launch.doctor", "launch.slurm.submit", "launch.slurm.status"),
     ]
     heavy = {"torch", "tokenizers", "datasets", "pyarrow", "zstandard", "pandas", "matplotlib"}
     code = f"import {', '.join(modules)}, sys\nprint(sorted({heavy} & sys.modules.keys()))"
+    done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True)
+    assert done.stdout == "[]\n", done.stderr
+
+
+def test_a_jobs_script_needs_only_what_python_has() -> None:
+    """It runs on the host where processes are in a container."""
+    code = f"import launch.slurm.job, sys\nprint(sorted({_HEAVY | {'typer', 'rich'}} & sys.modules.keys()))"
     done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True)
     assert done.stdout == "[]\n", done.stderr
 

@@ -223,6 +223,7 @@ CHANGES: dict[str, Change] = {
     "eval.batches": to("0"),
     "log.every": to("2"),
     "log.spectra_every": between("0", "1", "2"),
+    "launch.preflight": Change(ALL, world=2),
     "stages": to("[{tokens: 64}, {tokens: 32, data: {seq_len: 8}}]"),
 }
 

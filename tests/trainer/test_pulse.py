@@ -13,8 +13,8 @@ import pytest
 from trainer.pulse import Pulse, whose_fault
 
 
-def _beat(place: str, step: int, waits: bool = False, age: float = 0.0) -> dict[str, Any]:
-    return {"place": place, "step": step, "seconds": 12.0, "waits": waits, "age": age}
+def _beat(place: str, step: int, waits: bool = False, age: float = 0.0, host: str = "a") -> dict[str, Any]:
+    return {"place": place, "step": step, "seconds": 12.0, "waits": waits, "age": age, "host": host}
 
 
 STEP_7 = _beat("the step", 7)
@@ -34,6 +34,8 @@ STEP_7 = _beat("the step", 7)
         # One that is silent is to blame, wherever it was.
         ([STEP_7, STEP_7, _beat("the save", 7, age=9.0)], "rank 2 gave no sign of life for "),
         ([_beat("set-up", 0), None], "rank 1 was never seen"),
+        ([STEP_7, _beat("data", 7, host="b")], "rank 1 on b did not come on from data, step 7, where it is for 12 s"),
+        ([STEP_7, _beat("data", 7, age=9.0, host="b")], "rank 1 on b gave no sign of life for "),
         ([STEP_7, STEP_7], "all ranks are in the step, step 7, for 12 s"),
         ([_beat("the save", 3)], "rank 0 did not come on from the save, step 3, where it is for 12 s"),
     ],
