@@ -11,7 +11,10 @@ from trainer.config import differences, load_config
 CONFIGS = Path(__file__).resolve().parent.parent.parent / "configs"
 
 
-@pytest.mark.parametrize("path", sorted(CONFIGS.rglob("*.yaml")), ids=lambda path: str(path.relative_to(CONFIGS)))
+RECIPES = sorted([*CONFIGS.glob("*.yaml"), *(CONFIGS / "optim").glob("*.yaml")])
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: str(path.relative_to(CONFIGS)))
 def test_a_recipe_is_valid_and_has_its_file_s_name(path: Path) -> None:
     assert load_config(path).run.name == path.stem
 
