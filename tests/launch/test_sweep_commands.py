@@ -69,7 +69,7 @@ def killed(folder: Path, corpus: Path) -> Path:
     process.kill()
     process.wait()
     assert len(records(folder, "killed")) < 6
-    sweep_run(file)
+    assert sweep_run(file) == 0
     return file
 
 
@@ -77,7 +77,7 @@ def killed(folder: Path, corpus: Path) -> Path:
 def whole(folder: Path, corpus: Path) -> Path:
     """The same sweep in one go, without shared prefixes: every run from its beginning."""
     file = write(folder, corpus, "whole", execution={"parallel": 2, "share_prefix": False})
-    sweep_run(file)
+    assert sweep_run(file) == 0
     return file
 
 

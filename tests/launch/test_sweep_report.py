@@ -132,7 +132,7 @@ def test_a_sweep_is_fitted_from_its_records_alone(tmp_path: Path, gramian: Calla
         for flops in ("causal", "6nd")
     )
     assert by_causal["flops"] == pytest.approx([5e9, 1e10, 2e10, 4e10, 8e10], rel=0.1)
-    assert all(theirs < 0.98 * ours for ours, theirs in zip(by_causal["flops"], by_6nd["flops"], strict=True))
+    assert all(theirs > 1.02 * ours for ours, theirs in zip(by_causal["flops"], by_6nd["flops"], strict=True))
     out = tmp_path / "big.yaml"
     told = gramian("sweep", "predict", file, "--flops", "1e12", "--bootstrap", "20", "--out", out)
     assert told.code == 0
