@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import typing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,12 +45,18 @@ class Source:
             if self.count_params or self.count_flops:
                 raise UserError("--from: N and C are what the columns hold; leave --count-params and --count-flops out")
             return read_points(self.file, columns, Counting(), self.drop_highest, budgets)
+        from launch.sweep_tasks import SweepFolder
+        from scaling.design import design
         from scaling.sweepfile import load_sweep
 
         assert self.sweep is not None
         sweep = load_sweep(self.sweep)
-        counting = sweep.counting.model_copy(update={k: v for k, v in given.items() if v is not None})
-        return read_points(sweep.folder / "records.jsonl", columns, counting, self.drop_highest, budgets)
+        folder, counting = SweepFolder(sweep.folder), sweep.counting
+        counting = counting.model_copy(update={k: v for k, v in given.items() if v is not None})
+        others = folder.records().keys() - {cell.id for cell in design(sweep)}  # of what the file had before
+        points = read_points(folder.records_file, columns, counting, self.drop_highest, budgets, others)
+        note = f"{len(others)} records of runs that the sweep no longer has are left out"
+        return replace(points, notes=(*points.notes, note)) if others else points
 
 
 def _pair(word: str) -> tuple[str, str]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from common.errors import EXIT_BAD_INPUT, EXIT_REQUEUE, Requeue
+from common.errors import EXIT_BAD_INPUT, Requeue
 from common.files import next_numbered
 from launch import ROOT
 from launch.sweep_tasks import Result, SweepFolder, Task, reason_of
@@ -30,6 +30,8 @@ class _Worker:
 
 class LocalExecutor:
     """Worker processes, each with its share of threads, that are given one task after another."""
+
+    words: tuple[str, ...] = ("-m", "launch.sweep_worker")  # of a worker
 
     def __init__(self, folder: SweepFolder, parallel: int, threads: int, retries: int) -> None:
         self._folder, self._parallel, self._threads, self._retries = folder, parallel, threads, retries
@@ -76,7 +78,7 @@ class LocalExecutor:
                     if result.code == 0:
                         done.add(task.key)
                         ended(result)
-                    elif self._stopped_by is not None or result.code == EXIT_REQUEUE:
+                    elif self._stopped_by is not None:
                         continue
                     elif hopeless:
                         ended(result)
@@ -107,7 +109,7 @@ class LocalExecutor:
         log = log / "worker.log"
         paths = [str(ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "launch.sweep_worker", str(log), str(os.getpid())],
+            [sys.executable, "-P", *self.words, str(log), str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

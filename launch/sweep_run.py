@@ -79,7 +79,7 @@ def _run(console: Console, sweep: SweepConfig, cells: list[Cell], folder: SweepF
     _adopt(folder, cells)
     _make(console, sweep, folder, plan_tasks(folder, cells, first, share), failures)
     if held_out and not failures:
-        predict_held_out(console, sweep, folder, held_out)
+        predict_held_out(console, sweep, folder, held_out, {cell.id for cell in first})
         _make(console, sweep, folder, plan_tasks(folder, cells, held_out, share), failures)
     return failures
 
@@ -124,12 +124,14 @@ def _make(
     LocalExecutor(folder, execution.parallel, execution.threads, execution.retries).run(tasks, ended)
 
 
-def predict_held_out(console: Console, sweep: SweepConfig, folder: SweepFolder, cells: list[Cell]) -> None:
-    """Write down what the other budgets say of the largest one, before any of its runs is started."""
+def predict_held_out(
+    console: Console, sweep: SweepConfig, folder: SweepFolder, cells: list[Cell], others: set[str]
+) -> None:
+    """Write down what the cells of the other budgets say of the largest one, before any of its runs is started."""
     said, done = folder.predictions(), folder.records()
     if all(cell.id in said or cell.id in done for cell in cells):
         return
-    points = read_points(folder.records_file, {}, sweep.counting, leave_out={cell.id for cell in cells})
+    points = read_points(folder.records_file, {}, sweep.counting, leave_out=done.keys() - others)
     for name in dict.fromkeys(cell.variant for cell in cells):
         of_variant = [cell for cell in cells if cell.variant == name]
         common: dict[str, Any] = {"variant": name, "records": len(points), "time": round(time.time(), 3)}

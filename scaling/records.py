@@ -179,7 +179,12 @@ def _own_rows(path: Path, rows: list[dict[str, Any]], counting: Counting) -> tup
                 f"{path} row {number}: a record of a sweep without {error}; run the sweep again without that row"
             ) from None
     if not done:
-        raise UserError(f"{path}: all {len(rows)} runs diverged; lower the learning rate of the sweep")
+        why = (
+            f"all {len(rows)} runs diverged; lower the learning rate of the sweep"
+            if rows
+            else "no run of the sweep as it is now; run it"
+        )
+        raise UserError(f"{path}: {why}")
     return done, notes
 
 

@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 README = ROOT / "README.md"
 PAGES = [README, ROOT / "slurm" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 QUICKSTART = ROOT / "docs" / "quickstart.md"
-FOLDERS = "common|launch|trainer|models|optim|data|configs|slurm|tests|benchmarks|docs"
+FOLDERS = "common|launch|scaling|trainer|models|optim|data|configs|slurm|tests|benchmarks|docs"
 
 # What the commands of the quickstart page run on here: its config with these values, and a fiftieth of the steps that a
 # command asks for. Nothing else of a command is changed.

@@ -17,7 +17,7 @@ import yaml
 from common.files import read_json_lines
 from launch.cli import app
 from launch.sweep_local import LocalExecutor
-from launch.sweep_tasks import Result, SweepFolder, plan_tasks
+from launch.sweep_tasks import Result, SweepFolder, Task, plan_tasks
 from scaling.design import design, trunks
 from scaling.sweepfile import load_sweep
 from tests.launch.commands import BIN, environment
@@ -69,7 +69,7 @@ def killed(folder: Path, corpus: Path) -> Path:
     process.kill()
     process.wait()
     assert len(records(folder, "killed")) < 6
-    sweep_run(file)
+    assert sweep_run(file) == 0
     return file
 
 
@@ -77,7 +77,7 @@ def killed(folder: Path, corpus: Path) -> Path:
 def whole(folder: Path, corpus: Path) -> Path:
     """The same sweep in one go, without shared prefixes: every run from its beginning."""
     file = write(folder, corpus, "whole", execution={"parallel": 2, "share_prefix": False})
-    sweep_run(file)
+    assert sweep_run(file) == 0
     return file
 
 
@@ -227,6 +227,33 @@ def test_a_worker_that_is_killed_is_replaced(folder: Path, corpus: Path) -> None
             assert "ended by SIGKILL" in results[0].reason
             followers = {result.task.key for result in results if "branches off, failed" in result.reason}
             assert followers == {task.key for task in chain[1:]}
+
+
+def test_a_worker_that_stops_by_itself_is_told_to_go_on(tmp_path: Path) -> None:
+    """As at the end of `train.max_hours`: exit code 75, without a signal to the sweep. After the retries it failed, and
+    what follows it is not waited for."""
+    script = tmp_path / "worker.py"
+    script.write_text(
+        "import json, pathlib, sys\n"
+        "for line in sys.stdin:\n"
+        "    left = pathlib.Path(json.loads(line)['config'])\n"
+        "    times = int(left.read_text())\n"
+        "    left.write_text(str(times - 1))\n"
+        "    print(json.dumps({'code': 75 if times > 0 else 0}), flush=True)\n"
+        "    if times > 0:\n"
+        "        sys.exit(75)\n",
+        encoding="utf-8",
+    )
+    folder = SweepFolder(tmp_path / "sweep")
+    for stops, codes in ((1, {"first": 0, "second": 0}), (2, {"first": 75, "second": 1})):
+        base, results = tmp_path / "stops", list[Result]()
+        base.write_text(str(stops), encoding="utf-8")
+        executor = LocalExecutor(folder, 2, 1, retries=1)
+        executor.words = (str(script),)
+        first = Task("first", base, (), folder.run_of("first"), 1.0)
+        second = Task("second", base, (), folder.run_of("second"), 2.0, after="first")
+        executor.run([second, first], results.append)
+        assert {result.task.key: result.code for result in results} == codes
 
 
 def kill_at_first_start(executor: LocalExecutor) -> None:
