@@ -44,13 +44,16 @@ JsonFile = Annotated[
 def run(
     sweep: Sweep,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the table of runs, and stop.")] = False,
+    slurm: Annotated[bool, typer.Option("--slurm", help="Make the runs as arrays of SLURM jobs.")] = False,
+    cluster: Annotated[str, typer.Option(metavar="FILE", help="--slurm: settings, as for slurm submit.")] = "default",
+    gpus_per_node: Annotated[int, typer.Option(min=0, help="--slurm: GPUs of a run; 0: train on cores.")] = 0,
     json_file: JsonFile = None,
 ) -> None:
     """Make the runs of a sweep that are missing; what was stopped goes on, what is done is not made again."""
     with user_errors():
-        from launch.sweep_run import run_sweep
+        from launch.sweep_run import OnCluster, run_sweep
 
-        run_sweep(sweep, dry_run, json_file)
+        run_sweep(sweep, dry_run, json_file, OnCluster(cluster, gpus_per_node) if slurm else None)
 
 
 @app.command()

@@ -17,7 +17,7 @@ from types import FrameType
 from common.errors import EXIT_BAD_INPUT, Requeue
 from common.files import next_numbered
 from launch import ROOT
-from launch.sweep_tasks import Result, SweepFolder, Task, reason_of
+from launch.sweep_tasks import Result, SweepFolder, Task, fail_followers, reason_of
 from trainer.stop import heeded_signals
 
 
@@ -82,7 +82,7 @@ class LocalExecutor:
                         continue
                     elif hopeless:
                         ended(result)
-                        self._fail_followers(task, waiting, ended)
+                        fail_followers(task, waiting, ended)
                     else:
                         self._folder.events.record("retry", run=task.key, reason=result.reason)
                         waiting.append(task)
@@ -141,10 +141,3 @@ class LocalExecutor:
         if code < 0:
             return Result(task, code, f"the process was ended by {signal.Signals(-code).name}; see {worker.log}")
         return Result(task, code, reason_of(task.run, worker.log))
-
-    @staticmethod
-    def _fail_followers(failed: Task, waiting: list[Task], ended: Callable[[Result], None]) -> None:
-        for task in [task for task in waiting if task.after == failed.key]:
-            waiting.remove(task)
-            ended(Result(task, 1, f"{failed.key}, which it branches off, failed"))
-            LocalExecutor._fail_followers(task, waiting, ended)

@@ -6,7 +6,7 @@ import json
 import statistics
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from rich.console import Console
@@ -15,8 +15,11 @@ from rich.table import Table
 from common.errors import CheckFailed, UserError
 from common.files import atomic_write, hash_json, locked
 from launch.reports import align_right, check_writable, report_console, write_json
+from launch.slurm.cluster import load_cluster
+from launch.slurm.submit import check_cluster
 from launch.sweep_local import LocalExecutor
-from launch.sweep_tasks import Result, SweepFolder, Task, plan_tasks, record_of
+from launch.sweep_slurm import SlurmExecutor
+from launch.sweep_tasks import Executor, Result, SweepFolder, Task, plan_tasks, record_of
 from scaling.analysis import Settings, analyse
 from scaling.design import Cell, design
 from scaling.predict import losses_at
@@ -26,8 +29,15 @@ from scaling.sweepfile import SweepConfig, load_sweep
 _ASSUMED_MFU = 0.25
 
 
-def run_sweep(path: Path, dry_run: bool, json_file: str | None) -> None:
-    """Print the table; unless `dry_run`, make the runs that are missing."""
+class OnCluster(NamedTuple):
+    """`--slurm`: runs are jobs of a cluster."""
+
+    cluster: str
+    gpus: int  # of a run
+
+
+def run_sweep(path: Path, dry_run: bool, json_file: str | None, on_cluster: OnCluster | None = None) -> None:
+    """Print the table; unless `dry_run`, make the runs that are missing, here or on a cluster."""
     check_writable("--json", json_file)
     sweep = load_sweep(path)
     cells, folder = design(sweep), SweepFolder(sweep.folder)
@@ -35,6 +45,14 @@ def run_sweep(path: Path, dry_run: bool, json_file: str | None) -> None:
     if dry_run:
         write_json(json_file, print_table(console, sweep, cells, folder))
         return
+    execution = sweep.execution
+    executor: Executor
+    if on_cluster is not None:
+        cluster = load_cluster(on_cluster.cluster)
+        check_cluster(cluster, 1, on_cluster.gpus)
+        executor = SlurmExecutor(folder, cluster, on_cluster.gpus, execution.parallel, execution.retries)
+    else:
+        executor = LocalExecutor(folder, execution.parallel, execution.threads, execution.retries)
     _check_data(cells)
     try:
         folder.path.mkdir(parents=True, exist_ok=True)
@@ -43,7 +61,7 @@ def run_sweep(path: Path, dry_run: bool, json_file: str | None) -> None:
     try:
         with locked(folder.lock_file, wait=False):
             print_table(console, sweep, cells, folder)
-            failures = _run(console, sweep, cells, folder)
+            failures = _run(console, sweep, cells, folder, executor)
     except BlockingIOError:
         raise UserError(f"{folder.path} is in use by another `gramian sweep run`; wait for it") from None
     records = folder.records()
@@ -70,17 +88,19 @@ def _check_data(cells: list[Cell]) -> None:
             check_start(cell.config, run_directory(cell.config), open_run_data(cell.config))
 
 
-def _run(console: Console, sweep: SweepConfig, cells: list[Cell], folder: SweepFolder) -> dict[str, str]:
+def _run(
+    console: Console, sweep: SweepConfig, cells: list[Cell], folder: SweepFolder, executor: Executor
+) -> dict[str, str]:
     """Make what is missing; reasons of what failed, by run."""
     failures: dict[str, str] = {}
     first = [cell for cell in cells if not cell.held_out]
     held_out = [cell for cell in cells if cell.held_out]
     share = sweep.execution.share_prefix
     _adopt(folder, cells)
-    _make(console, sweep, folder, plan_tasks(folder, cells, first, share), failures)
+    _make(console, executor, folder, plan_tasks(folder, cells, first, share), failures)
     if held_out and not failures:
         predict_held_out(console, sweep, folder, held_out, {cell.id for cell in first})
-        _make(console, sweep, folder, plan_tasks(folder, cells, held_out, share), failures)
+        _make(console, executor, folder, plan_tasks(folder, cells, held_out, share), failures)
     return failures
 
 
@@ -96,7 +116,7 @@ def _adopt(folder: SweepFolder, cells: list[Cell]) -> None:
 
 
 def _make(
-    console: Console, sweep: SweepConfig, folder: SweepFolder, tasks: list[Task], failures: dict[str, str]
+    console: Console, executor: Executor, folder: SweepFolder, tasks: list[Task], failures: dict[str, str]
 ) -> None:
     if not tasks:
         return
@@ -120,8 +140,7 @@ def _make(
         left = "" if done >= total else f", about {duration(seconds * (total / done - 1))} left"
         console.print(f"done     {task.key}: {what} ({done / total:.0%} after {duration(seconds)}{left})", markup=False)
 
-    execution = sweep.execution
-    LocalExecutor(folder, execution.parallel, execution.threads, execution.retries).run(tasks, ended)
+    executor.run(tasks, ended)
 
 
 def predict_held_out(

@@ -55,6 +55,14 @@ class Executor(Protocol):
         """
 
 
+def fail_followers(failed: Task, waiting: list[Task], ended: Callable[[Result], None]) -> None:
+    """Take what follows a task that failed for good off the list, and tell of it."""
+    for task in [task for task in waiting if task.after == failed.key]:
+        waiting.remove(task)
+        ended(Result(task, 1, f"{failed.key}, which it branches off, failed"))
+        fail_followers(task, waiting, ended)
+
+
 @dataclass(frozen=True)
 class SweepFolder:
     """`<dir>/<name>/`: runs, records, events, reports."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import shlex
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from common.errors import UserError
@@ -28,6 +29,7 @@ class Plan:
     words: list[str]  # overrides of all elements
     elements: dict[int, list[str]]  # of an array: overrides of each; empty: no array
     array: str | None  # as sbatch has it
+    runs: Mapping[int, Path] = field(default_factory=dict)  # of an array whose runs have a folder and config each
 
 
 def render(plan: Plan, cluster: ClusterConfig) -> str:
@@ -51,7 +53,7 @@ def render(plan: Plan, cluster: ClusterConfig) -> str:
         "python": shlex.quote(cluster.interpreter()),
         "host_python": shlex.quote(cluster.host_interpreter()),
         "run": shlex.quote(str(plan.run)),
-        "words": shlex.join([*many, str(config), *plan.words]),
+        "words": shlex.join([*many, *([] if plan.runs else [str(config)]), *plan.words]),
         "elements": _elements(plan),
         "srun": shlex.join(srun),
         "max_requeues": str(cluster.max_requeues),
@@ -110,5 +112,7 @@ def _elements(plan: Plan) -> str:
     if not plan.elements:
         return "# No array: there is one run."
     lines = ['case "$SLURM_ARRAY_TASK_ID" in']
-    lines += [f"    {number}) words+=({shlex.join(words)}) ;;" for number, words in plan.elements.items()]
-    return "\n".join([*lines, "    *) exit 2 ;;", "esac", 'run="$run-$SLURM_ARRAY_TASK_ID"'])
+    for number, words in plan.elements.items():
+        own = f" run={shlex.quote(str(plan.runs[number]))}" if plan.runs else ""
+        lines.append(f"    {number}) words+=({shlex.join(words)}){own} ;;")
+    return "\n".join([*lines, "    *) exit 2 ;;", "esac", *([] if plan.runs else ['run="$run-$SLURM_ARRAY_TASK_ID"'])])

@@ -89,7 +89,7 @@ def run_submit(request: Request) -> None:
         tree = read_tree(Path(request.config_path))  # with what is left open, as replicas by machine are
         atomic_write(submission / "config.yaml", yaml.safe_dump(tree, sort_keys=False, allow_unicode=True))
         atomic_write(submission / "job.sh", script)
-        job = _sbatch(submission / "job.sh")
+        job = sbatch(submission / "job.sh")
     except BaseException:
         shutil.rmtree(submission)
         raise
@@ -201,7 +201,7 @@ def _gpus(gres: str) -> int:
     return sum(int(count) for count in re.findall(r"(?:^|,)gpu(?::[^:,(]+)?:(\d+)", gres))
 
 
-def _sbatch(script: Path) -> str:
+def sbatch(script: Path) -> str:
     """Submit; the job's number."""
     try:
         return slurm("sbatch", "--parsable", str(script)).strip().partition(";")[0]
