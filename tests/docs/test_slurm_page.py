@@ -59,8 +59,8 @@ def test_the_plan_is_that_of_the_page() -> None:
 
 def test_numbers_of_the_page_on_killed_jobs() -> None:
     words = {2: "twice", 3: "three"}
-    text = PAGES["killed"].read_text(encoding="utf-8")
-    assert f"A node at which\nfaults happened {words[FAULTS_TO_EXCLUDE]}" in text
+    text = " ".join(PAGES["killed"].read_text(encoding="utf-8").split())
+    assert f"A node at which faults happened {words[FAULTS_TO_EXCLUDE]}" in text
     assert f"{words[FAULTS_IN_A_ROW]} faults in a row without a new checkpoint" in text
 
 
