@@ -107,7 +107,7 @@ class LrConfig(Config):
 class ExecutionConfig(Config):
     """How runs are made. It changes no number."""
 
-    parallel: int = Field(1, ge=1, description="Runs at a time on this machine.")
+    parallel: int = Field(1, ge=1, description="Runs at a time on this machine, or jobs of a cluster.")
     threads: int = Field(1, ge=1, description="CPU threads of each.")
     retries: int = Field(1, ge=0, description="How often a run that failed is tried again, each time the sweep is run.")
     share_prefix: bool = Field(

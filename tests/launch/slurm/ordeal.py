@@ -22,7 +22,8 @@ HARD = (
     "model.moe={n_experts: 4, top_k: 2, d_ff: 64, aux_loss_coef: 0.01, z_loss_coef: 0.001}",
     "optim={name: muon, lr: 0.02, weight_decay: 0.1, adamw: {lr: 0.004, weight_decay: 0.1}}",
     "parallel.ep=2",
-    "parallel.engine=fsdp",
+    "parallel.engine=deepspeed",
+    "parallel.zero_stage=2",
 )
 STEPS = 90
 EVENTS = ("preempt", "time limit", "node dies", "requeue")
@@ -51,9 +52,7 @@ def unbroken(gang: Gang, corpus: Path, folder: Path, world: int, *more: str) -> 
     """The same run on processes of this machine, that nothing happens to, and its chain of tokens."""
     folder.mkdir()
     variables = written_down(folder)
-    # ep goes into the processes of a node if there are two, and a replica is then on each.
-    replicas = f"parallel.dp_replicate={2 if world == 4 else 1}"
-    words = [TINY, *keys(corpus, folder, replicas, "checkpoint.every=50", *more)]
+    words = [TINY, *keys(corpus, folder, "checkpoint.every=50", *more)]
     assert gang.run(_train, words, variables, world=world) == [0] * world
     return RunDirectory(folder / "ordeal"), hash_chain(folder)
 
