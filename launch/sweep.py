@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from launch.options import JsonFile
 from launch.report_errors import user_errors
 
 app = typer.Typer(no_args_is_help=True, help="Scaling laws: run a sweep, fit it, predict from it, draw it.")
@@ -35,9 +36,6 @@ Parameters = Annotated[
     typer.Option(help="Parameters N of a sweep: active, total, active_non_embedding, total_non_embedding."),
 ]
 Flops = Annotated[str | None, typer.Option(help="FLOPs C of a sweep: causal, full_attention or 6nd.")]
-JsonFile = Annotated[
-    str | None, typer.Option("--json", metavar="FILE", help="Write all that was found there; -: to the terminal.")
-]
 
 
 @app.command()
