@@ -73,7 +73,10 @@ def slopes(folder: Path, transfer: str, optimizer: str, widths: tuple[int, ...])
     }
 
 
-@pytest.mark.parametrize(("optimizer", "widths"), [("adamw", WIDTHS), ("muon", WIDTHS[:3])])
+@pytest.mark.parametrize(
+    ("optimizer", "widths"),
+    [pytest.param("adamw", WIDTHS, marks=pytest.mark.verify), ("adamw", WIDTHS[:4]), ("muon", WIDTHS[:3])],
+)
 def test_with_transfer_scales_are_flat_over_widths_and_without_they_are_not(
     tmp_path: Path, optimizer: str, widths: tuple[int, ...]
 ) -> None:

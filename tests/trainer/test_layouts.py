@@ -58,7 +58,7 @@ IN_CI = {
     "zero1-2-accumulate4": "pad",
     "zero2-4": "pad",
     "zero3-4": "pad",
-    "zero2-2-offload": "pad",
+    "zero2-2-offload": None,
     "zero3-2-offload": "concat",
 }
 
@@ -127,7 +127,7 @@ def test_evaluation_does_not_depend_on_the_layout(runs: Runs) -> None:
 
 def test_final_weights_agree(runs: Runs) -> None:
     """Weights after 20 steps agree to 1e-5 in relative Frobenius norm (measured 1e-6)."""
-    for name in ("ddp4", "fsdp4", "hsdp2x2", *(name for name in LAYOUTS if name.startswith("zero"))):
+    for name in ("ddp4", "fsdp4", "hsdp2x2", *(name for name in LAYOUTS if name.startswith("zero") and IN_CI[name])):
         world, overrides = LAYOUTS[name]
         packing = [f"data.packing={IN_CI[name]}"]
         reference = read_state(runs(f"one-{IN_CI[name]}", 1, packing).checkpoint(20))
