@@ -107,7 +107,8 @@ def damaged(checkpoint: Path) -> Path:
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
-        ("export {run} --out {new} --to onnx", ["--to onnx", "only --to hf"]),
+        ("export {run} --out {new} --to onnx", ["--to onnx", "choose hf", "or deepspeed"]),
+        ("export {run} --out {new} --to deepspeed --dtype bf16", ["--to deepspeed", "leave --dtype"]),
         ("export {run} --out {new} --dtype int8", ["--dtype int8", "fp32, bf16 or fp16"]),
         ("export {run} --out {new} --max-shard-size 5XB", ["--max-shard-size 5XB", "5GB"]),
         ("export {run} --out {new} --max-shard-size 0", ["--max-shard-size 0", "5GB"]),
@@ -121,6 +122,9 @@ def damaged(checkpoint: Path) -> Path:
         ("import {folder}/no --out {new}", ["no Hugging Face folder (no config.json)"]),
         ("import {bloom} --out {new}", ["config.json", 'model_type "bloom" is not supported', "llama"]),
         ("import {run} --out {run}", ["--out", "is there already"]),
+        ("import {run} --out {new} --from gguf", ["--from gguf", "choose hf", "or deepspeed"]),
+        ("import {run} --out {new} --config configs/tiny.yaml", ["--config", "leave it out"]),
+        ("import {run} --out {new} --from deepspeed", ["no folder 'zero'", "ds_to_universal"]),
     ],
 )
 def test_wrong_input(
