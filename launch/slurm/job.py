@@ -151,7 +151,7 @@ class Job:
         begin = time.time()
         status = run_step(command, job)
         outcome = self._outcome(begin)
-        state = next(iter(show_jobs(job)), {}).get("JobState", "")
+        state = _state(next(iter(show_jobs(job)), {}))
         cancelled = (self._submission / f"{CANCEL}-{self.id}").exists()
         after = decide(outcome, status, state, self.restarts, self._most, cancelled)
         blamed = _node_of((outcome or {}).get("host"), nodes) if after.fault else None
@@ -221,6 +221,12 @@ def _noted_signals() -> Iterator[list[int]]:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, note)
     yield noted
+
+
+def _state(record: dict[str, str]) -> str:
+    """A job's state. Of one whose nodes are being cleared, what for, if that is its time limit."""
+    state = record.get("JobState", "")
+    return "TIMEOUT" if state == "COMPLETING" and record.get("Reason") == "TimeLimit" else state
 
 
 def _end_time(job: str) -> int | None:

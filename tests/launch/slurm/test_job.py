@@ -11,7 +11,7 @@ import pytest
 
 from common.errors import UserError
 from launch.slurm import job, step
-from launch.slurm.job import History, decide, run_step
+from launch.slurm.job import History, _state, decide, run_step
 
 
 @pytest.mark.parametrize(
@@ -162,3 +162,10 @@ def test_addresses_of_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
         step.address_of("n0.invalid")
     monkeypatch.setattr(step, "show_node", lambda node: {"NodeAddr": "fd00::7"})
     assert step.shown_address(step.address_of("n0"), 20_000) == "[fd00::7]:20000"
+
+
+def test_a_time_limit_is_known_while_nodes_are_cleared() -> None:
+    """SLURM requeues what is preempted by itself, and what is out of time not (tests/launch/slurm/test_limit.py)."""
+    assert _state({"JobState": "COMPLETING", "Reason": "TimeLimit"}) == "TIMEOUT"
+    assert _state({"JobState": "COMPLETING", "Reason": "None"}) == "COMPLETING"
+    assert _state({"JobState": "RUNNING", "Reason": "None"}) == "RUNNING"
