@@ -39,8 +39,10 @@ import torch.distributed as dist  # noqa: E402
 import torch.distributed.checkpoint as dcp  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
+from common.errors import UserError  # noqa: E402
 from trainer.checkpoint import Checkpointer  # noqa: E402
 from trainer.config import CheckpointConfig  # noqa: E402
+from trainer.engines.zero_start import import_deepspeed  # noqa: E402
 from trainer.rundir import RunDirectory  # noqa: E402
 from trainer.runtime import Runtime  # noqa: E402
 
@@ -126,11 +128,9 @@ def peers(state: dict[str, Tensor], model: nn.Module, optimizer: torch.optim.Opt
 
 def of_deepspeed(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
     """DeepSpeed's engine over the model and its optimizer; None where it is not installed."""
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
     try:
-        with redirect_stdout(sys.stderr):
-            import deepspeed
-    except ImportError:
+        deepspeed = import_deepspeed()
+    except UserError:
         return None
     with redirect_stdout(sys.stderr):
         config = {"train_micro_batch_size_per_gpu": 1, "zero_allow_untested_optimizer": True}

@@ -28,9 +28,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from common.errors import UserError
 from models.config import ModelConfig
 from models.layers import MLP
 from models.moe import MoE
+from trainer.engines.zero_start import import_deepspeed
 from trainer.throughput import peak_flops
 
 OURS, DENSE = "gramian", "dense MLP"
@@ -103,13 +105,12 @@ def of_transformers(shape: Shape, ours: MoE) -> dict[str, nn.Module]:
 
 def of_deepspeed(shape: Shape, ours: MoE) -> nn.Module | None:
     """DeepSpeed's layer over our MLP, with our weights; None where it is not installed."""
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
     try:
-        with redirect_stdout(sys.stderr):
-            import deepspeed
-            from deepspeed.moe.layer import MoE as Theirs
-    except ImportError:
+        deepspeed = import_deepspeed()
+    except UserError:
         return None
+    from deepspeed.moe.layer import MoE as Theirs
+
     with redirect_stdout(sys.stderr):
         if not torch.distributed.is_initialized():
             os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29561", RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")

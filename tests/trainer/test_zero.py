@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -298,6 +299,27 @@ def refused_without(overrides: list[str]) -> str:
     with gone, pytest.raises(UserError) as refused, started(overrides):
         pass
     return str(refused.value)
+
+
+def left_behind(overrides: list[str]) -> list[str]:
+    """In a rank: what of torch and of the environment is another after an engine has been built."""
+    import torch.nn.functional as F
+
+    before = dict(os.environ), F.linear, torch.get_num_threads(), torch.is_grad_enabled()
+    with started(overrides):
+        pass
+    after = dict(os.environ), F.linear, torch.get_num_threads(), torch.is_grad_enabled()
+    changed = {key for key in {*before[0], *after[0]} if before[0].get(key) != after[0].get(key)}
+    return [
+        *sorted(key for key in changed if key.startswith("ACCELERATE")),
+        *(str(a) for a, b in zip(before[1:], after[1:], strict=True) if a is not b),
+    ]
+
+
+def test_torch_stays_as_it_is(gang: Gang, corpus: Path) -> None:
+    """By itself DeepSpeed replaces torch's `linear` for the whole process, and Accelerate leaves itself notes."""
+    for left in gang.run(left_behind, [f"data.corpus={corpus}", ZERO, "parallel.zero_stage=3"], world=2):
+        assert left == []
 
 
 def test_fp16_where_deepspeed_has_none(gang: Gang, corpus: Path) -> None:

@@ -32,7 +32,7 @@ _FREE_ZERO = {
     *("round_robin_gradients", "ignore_unused_parameters", "sub_group_size", "stage3_max_live_parameters"),
     *("stage3_max_reuse_distance", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold"),
     *("stage3_model_persistence_threshold", "stage3_gather_16bit_weights_on_model_save", "stage3_module_granularity"),
-    *("use_all_reduce_for_fetch_params", "log_trace_cache_warnings", "elastic_checkpoint", "memory_efficient_linear"),
+    *("use_all_reduce_for_fetch_params", "log_trace_cache_warnings", "elastic_checkpoint"),
     *("use_multi_rank_bucket_allreduce", "allgather_sequential", "stage3_gather_fp16_weights_on_model_save"),
 }
 _FREE_OFFLOAD = {"pin_memory", "buffer_count", "buffer_size", "max_in_cpu", "fast_init", "pipeline_read"}
@@ -68,6 +68,9 @@ def zero_config(config: TrainingConfig, layout: Layout) -> dict[str, Any]:
     zero: dict[str, Any] = {"stage": parallel.stage, "reduce_bucket_size": _BUCKET}
     if parallel.offload == "none" and (parallel.stage == 2 or (parallel.stage == 1 and train.precision == "fp32")):
         zero["compute_grad_norm"] = False  # where it can be left out: we have our own
+    if parallel.stage == 3:
+        # It would put another function in torch's `linear`'s place, for the whole process and for good.
+        zero["memory_efficient_linear"] = False
     for key, offloaded in _offloads(config).items():
         if offloaded != "none":
             zero[key] = {"device": offloaded}
