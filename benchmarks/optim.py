@@ -29,7 +29,6 @@ Last comes the optimizer's share of a training step, in time, for the recipes in
 from __future__ import annotations
 
 import argparse
-import functools
 import importlib.metadata
 import importlib.util
 import json
@@ -39,11 +38,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)  # in place of this folder, where this file would be taken for the package `optim`
@@ -55,14 +51,13 @@ from torch import Tensor, nn  # noqa: E402
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh  # noqa: E402
 from torch.distributed.tensor import Shard, distribute_tensor  # noqa: E402
 from torch.multiprocessing.spawn import spawn  # noqa: E402
-from torch.optim import Optimizer  # noqa: E402
 
+from benchmarks.optim_peers import DECAY, EVERY, LR, PACKAGES, Peer, peers_of  # noqa: E402
 from data.packing import Batch  # noqa: E402
 from models.config import ModelConfig  # noqa: E402
 from models.transformer import Transformer  # noqa: E402
 from optim.build import build_optimizer  # noqa: E402
 from optim.config import OptimConfig  # noqa: E402
-from optim.newton_schulz import TABLES  # noqa: E402
 from trainer.build import build_engine  # noqa: E402
 from trainer.config import load_config  # noqa: E402
 from trainer.layout import plan_layout  # noqa: E402
@@ -70,8 +65,7 @@ from trainer.loop import train_step  # noqa: E402
 from trainer.runtime import start_runtime  # noqa: E402
 
 OURS = "gramian"
-PACKAGES = ("pytorch_optimizer", "dion")
-LR, DECAY, EVERY, RECORDED = 0.02, 0.1, 10, 5
+RECORDED = 5
 RULES = {
     "muon": OptimConfig(name="muon", lr=LR, weight_decay=DECAY, coefficients="keller"),
     "shampoo": OptimConfig(
@@ -91,17 +85,6 @@ RULES = {
 RECIPES = ("adamw", "muon", "shampoo", "soap")
 
 Weights = dict[str, Tensor]
-Make = Callable[[list[nn.Parameter]], Optimizer]
-
-
-@dataclass
-class Peer:
-    """Another implementation: what makes it, what it takes on two ranks, what must be patched while it is at work."""
-
-    make: Make
-    sharded: bool = False
-    patch: Callable[[], AbstractContextManager[Any]] = nullcontext
-    tolerance: float | None = None  # of its first update's relative distance to ours, where it must be the same
 
 
 class Contestant:
@@ -145,93 +128,6 @@ def recorded(shape: str) -> tuple[Weights, list[Weights], dict[str, Any]]:
         (losses.cross_entropy / 1024).backward()
         gradients.append({name: model.get_parameter(name).grad.clone() for name in roles})  # type: ignore[union-attr]
     return {name: model.get_parameter(name).detach() for name in roles}, gradients, roles
-
-
-def peers_of(rule: str, mesh: DeviceMesh | None) -> dict[str, Peer]:
-    """Those that can be imported."""
-    peers: dict[str, Peer] = {}
-    if rule == "muon":
-        peers["torch"] = Peer(
-            lambda ps: torch.optim.Muon(ps, lr=LR, weight_decay=DECAY, momentum=0.95, nesterov=True, ns_steps=5),
-            sharded=True,
-            # A copy, as a cast is one: what comes out of it is changed in place.
-            patch=lambda: mock.patch.object(Tensor, "bfloat16", Tensor.clone),
-            tolerance=1e-3,
-        )
-    if rule == "muon" and importlib.util.find_spec("dion"):
-        peers["dion"] = Peer(functools.partial(_dion, mesh=mesh), sharded=True, tolerance=0.1)
-    if importlib.util.find_spec("pytorch_optimizer"):
-        peers |= _of_pytorch_optimizer(rule, mesh is not None)
-    return peers
-
-
-def _of_pytorch_optimizer(rule: str, distributed: bool) -> dict[str, Peer]:
-    import pytorch_optimizer as library
-    from pytorch_optimizer.optimizer.muon import base
-    from pytorch_optimizer.optimizer.muon.distributed_muon import DistributedMuon
-    from pytorch_optimizer.optimizer.utils.graft import LayerWiseGrafting
-
-    name = "pytorch_optimizer"
-    decay: dict[str, Any] = {"lr": LR, "weight_decay": DECAY}
-    options: dict[str, Any]
-    if rule == "shampoo of the paper":
-        options = {"weight_decouple": True, "preconditioning_compute_steps": EVERY, "matrix_eps": 1e-4}
-        return {name: Peer(lambda ps: library.Shampoo(ps, **decay, **options))}
-    if rule == "shampoo":
-        options = {
-            "betas": (0.9, 0.95),
-            "moving_average_for_momentum": True,
-            "decoupled_weight_decay": True,
-            "start_preconditioning_step": 1,
-            "preconditioning_compute_steps": EVERY,
-            "block_size": 10_000,
-            "shape_interpretation": False,
-            "graft_type": LayerWiseGrafting.RMSPROP,
-            "matrix_eps": 1e-4,
-        }
-        return {f"{name}, scalable": Peer(lambda ps: library.ScalableShampoo(ps, **decay, **options))}
-    if rule == "soap":
-        return {name: Peer(lambda ps: library.SOAP(ps, **decay, precondition_frequency=EVERY))}
-
-    def make(parameters: list[nn.Parameter], kind: type[Optimizer] = library.Muon, **options: Any) -> Optimizer:
-        return kind([{"params": parameters, "use_muon": True}], **decay, foreach=True, **options)  # type: ignore[call-arg]
-
-    def in_fp32(function: str) -> Callable[[], AbstractContextManager[Any]]:
-        exact = functools.partial(getattr(base, function), dtype=torch.float32)
-        return lambda: mock.patch.object(base, function, exact)
-
-    plain, gram = in_fp32("zero_power_via_newton_schulz_5"), in_fp32("zero_power_via_gram_newton_schulz")
-    peers = {
-        name: Peer(make, True, plain, 1e-3),
-        f"{name}, gram": Peer(functools.partial(make, ns_method="gram_newton_schulz"), True, gram, 1e-3),
-    }
-    if distributed:
-
-        def by_shape(parameters: list[nn.Parameter]) -> Optimizer:
-            # It gathers neighbours, which have to be of one shape.
-            return make(sorted(parameters, key=lambda p: tuple(p.shape)), DistributedMuon)
-
-        peers[f"{name}, DDP"] = Peer(by_shape, False, plain, 1e-3)
-    return peers
-
-
-def _dion(parameters: list[nn.Parameter], mesh: DeviceMesh | None) -> Optimizer:
-    from dion import Muon
-
-    def iterate(x_BMN: Tensor, epsilon: Tensor | float) -> Tensor:
-        """Its own iteration, with our table and fp32 products."""
-        tall = x_BMN.shape[-2] > x_BMN.shape[-1]
-        x_BSL = (x_BMN.mT if tall else x_BMN).float()
-        x_BSL = x_BSL / (x_BSL.norm(dim=(-2, -1), keepdim=True) + epsilon)
-        for a, b, c in TABLES["keller"].steps:
-            a_BSS = x_BSL @ x_BSL.mT
-            x_BSL = a * x_BSL + (b * a_BSS + c * (a_BSS @ a_BSS)) @ x_BSL
-        return x_BSL.mT if tall else x_BSL
-
-    made: Optimizer = Muon(
-        parameters, mesh, lr=LR, mu=0.95, weight_decay=DECAY, nesterov=True, adjust_lr=None, newton_schulz_func=iterate
-    )
-    return made
 
 
 def race(rule: str, shape: str, rounds: int, mesh: DeviceMesh | None) -> dict[str, Any]:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("common", "launch", "scaling", "trainer", "models", "optim", "data")
+
+
+def python_path() -> str:
+    """PYTHONPATH for processes that must find our packages before a module of the user's of the same name."""
+    return os.pathsep.join([str(ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))])
 
 
 def own_packages_first() -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from common.errors import EXIT_BAD_INPUT, EXIT_HANG, EXIT_REQUEUE
 from common.machine import available_cores
 from common.nodes import Nodes
-from launch import ROOT
+from launch import python_path
 from launch.network import choose_interface
 from launch.report_errors import TOLD_BY_LAUNCHER
 from trainer.outcome import outcome_of, read_outcome, write_outcome
@@ -50,9 +50,8 @@ def start_workers(
     from launch.elastic import Agent
 
     nodes = nodes or Nodes()
-    # Workers must find our packages before a module of the user's of the same name, and share the cores.
-    paths = [str(ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+    os.environ["PYTHONPATH"] = python_path()
+    # Workers share the cores.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, available_cores() // nproc)))
     os.environ["GRAMIAN_COMMAND"] = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
     os.environ[TOLD_BY_LAUNCHER] = str(os.getpid())

@@ -9,16 +9,14 @@ import selectors
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from common.errors import EXIT_BAD_INPUT, Requeue
 from common.files import next_numbered
-from launch import ROOT
-from launch.sweep_tasks import Result, SweepFolder, Task, fail_followers, reason_of
-from trainer.stop import heeded_signals
+from launch import python_path
+from launch.sweep_executor import Executor
+from launch.sweep_tasks import Result, SweepFolder, Task, reason_of
 
 
 @dataclass
@@ -28,74 +26,47 @@ class _Worker:
     task: Task | None = None
 
 
-class LocalExecutor:
+class LocalExecutor(Executor):
     """Worker processes, each with its share of threads, that are given one task after another."""
 
     words: tuple[str, ...] = ("-m", "launch.sweep_worker")  # of a worker
 
     def __init__(self, folder: SweepFolder, parallel: int, threads: int, retries: int) -> None:
-        self._folder, self._parallel, self._threads, self._retries = folder, parallel, threads, retries
+        super().__init__(folder, parallel, retries)
+        self._threads = threads
         self._workers: list[_Worker] = []
-        self._stopped_by: signal.Signals | None = None
 
-    def run(self, tasks: list[Task], ended: Callable[[Result], None]) -> None:
-        """See `Executor`. A task that fails is tried again; what follows one that failed for good fails with it."""
-        before = {number: signal.signal(number, self._stop) for number in heeded_signals()}
+    def _stop(self, number: int, frame: FrameType | None) -> None:
+        """Pass the signal on to what trains; a second one ends everything, as it ends the workers."""
+        super()._stop(number, frame)
+        for worker in self._workers:
+            if worker.process.poll() is None:
+                worker.process.send_signal(number)
+
+    def _make(self) -> None:
         try:
-            self._run(tasks, ended)
+            with selectors.DefaultSelector() as selector:
+                while (self._waiting and self._stopped_by is None) or any(worker.task for worker in self._workers):
+                    if self._stopped_by is None:
+                        self._give_out(selector)
+                    for key, _ in selector.select(timeout=1.0):
+                        if (result := self._answer(key.data, selector)) is not None:
+                            self._settle(result)
         finally:
             for worker in self._workers:
                 if worker.process.poll() is None:
                     worker.process.kill()
                 worker.process.wait()
             self._workers.clear()
-            for number, handler in before.items():
-                signal.signal(number, handler)
-        if self._stopped_by is not None:
-            raise Requeue(f"stopped by {self._stopped_by.name}; what was begun is saved, and the same command goes on")
 
-    def _stop(self, number: int, _: FrameType | None) -> None:
-        """Pass the signal on to what trains; a second one ends everything, as it ends the workers."""
-        self._stopped_by = self._stopped_by or signal.Signals(number)
-        for worker in self._workers:
-            if worker.process.poll() is None:
-                worker.process.send_signal(number)
-
-    def _run(self, tasks: list[Task], ended: Callable[[Result], None]) -> None:
-        waiting, done, tried = list(tasks), set[str](), dict[str, int]()
-        with selectors.DefaultSelector() as selector:
-            while (waiting and self._stopped_by is None) or any(worker.task for worker in self._workers):
-                if self._stopped_by is None:
-                    self._give_out(waiting, done, selector)
-                for key, _ in selector.select(timeout=1.0):
-                    worker: _Worker = key.data
-                    result = self._answer(worker, selector)
-                    if result is None:
-                        continue
-                    task = result.task
-                    tried[task.key] = tried.get(task.key, 0) + 1
-                    hopeless = result.diverged or result.code == EXIT_BAD_INPUT or tried[task.key] > self._retries
-                    if result.code == 0:
-                        done.add(task.key)
-                        ended(result)
-                    elif self._stopped_by is not None:
-                        continue
-                    elif hopeless:
-                        ended(result)
-                        fail_followers(task, waiting, ended)
-                    else:
-                        self._folder.events.record("retry", run=task.key, reason=result.reason)
-                        waiting.append(task)
-
-    def _give_out(self, waiting: list[Task], done: set[str], selector: selectors.BaseSelector) -> None:
+    def _give_out(self, selector: selectors.BaseSelector) -> None:
         """Give ready tasks, the longest first, to workers that wait, and start workers for them up to the limit."""
-        ready = sorted((task for task in waiting if task.after in done | {None}), key=lambda task: -task.flops)
-        for task in ready:
+        for task in sorted(self._ready(), key=lambda task: -task.flops):
             idle = [worker for worker in self._workers if worker.task is None and worker.process.poll() is None]
             if not idle and len(self._workers) >= self._parallel:
                 return
             worker = idle[0] if idle else self._start(selector)
-            waiting.remove(task)
+            self._waiting.remove(task)
             worker.task = task
             self._folder.events.record("start", run=task.key, pid=os.getpid())
             assert worker.process.stdin is not None
@@ -107,13 +78,12 @@ class LocalExecutor:
         log = next_numbered(self._folder.path / "logs")
         log.mkdir(parents=True)
         log = log / "worker.log"
-        paths = [str(ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
         process = subprocess.Popen(
             [sys.executable, "-P", *self.words, str(log), str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": str(self._threads)},
+            env={**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": str(self._threads)},
             start_new_session=True,  # a terminal's Ctrl-C comes from us alone, once
         )
         worker = _Worker(process, log)

@@ -17,9 +17,10 @@ from common.files import atomic_write, hash_json, locked
 from launch.reports import align_right, check_writable, report_console, write_json
 from launch.slurm.cluster import load_cluster
 from launch.slurm.submit import check_cluster
+from launch.sweep_executor import Executor
 from launch.sweep_local import LocalExecutor
 from launch.sweep_slurm import SlurmExecutor
-from launch.sweep_tasks import Executor, Result, SweepFolder, Task, plan_tasks, record_of
+from launch.sweep_tasks import Result, SweepFolder, Task, plan_tasks, record_of
 from scaling.analysis import Settings, analyse
 from scaling.design import Cell, design
 from scaling.predict import losses_at

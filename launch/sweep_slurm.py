@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import signal
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 
-from common.errors import EXIT_BAD_INPUT, Requeue
 from common.files import atomic_write, next_numbered
 from launch.finish import is_finished
 from launch.slurm.cluster import ClusterConfig
@@ -19,52 +15,26 @@ from launch.slurm.job import CANCEL
 from launch.slurm.script import Plan, render
 from launch.slurm.snapshot import take_snapshot
 from launch.slurm.submit import sbatch
-from launch.sweep_tasks import Result, SweepFolder, Task, fail_followers, reason_of
+from launch.sweep_executor import Executor
+from launch.sweep_tasks import Result, SweepFolder, Task, reason_of
 from trainer.outcome import read_outcome
-from trainer.stop import heeded_signals
 
 _SECONDS = 2.0  # between looks at the queue
 
 
-class SlurmExecutor:
+class SlurmExecutor(Executor):
     """A job for each task, on one node. Jobs that are preempted or lose their node come back by themselves."""
 
     def __init__(self, folder: SweepFolder, cluster: ClusterConfig, gpus: int, parallel: int, retries: int) -> None:
-        self._folder, self._cluster, self._gpus = folder, cluster, gpus
-        self._parallel, self._retries = parallel, retries
-        self._stopped_by: signal.Signals | None = None
+        super().__init__(folder, parallel, retries)
+        self._cluster, self._gpus = cluster, gpus
 
-    def run(self, tasks: list[Task], ended: Callable[[Result], None]) -> None:
-        """See `Executor`. A task that fails is tried again; what follows one that failed for good fails with it."""
-        before = {number: signal.signal(number, self._stop) for number in heeded_signals()}
-        try:
-            self._run(tasks, ended)
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-        if self._stopped_by is not None:
-            raise Requeue(f"stopped by {self._stopped_by.name}; what was begun is saved, and the same command goes on")
-
-    def _stop(self, number: int, _: FrameType | None) -> None:
-        self._stopped_by = signal.Signals(number)
-
-    def _run(self, tasks: list[Task], ended: Callable[[Result], None]) -> None:
-        waiting, done, tried = list(tasks), set[str | None]([None]), Counter[str]()
-        while waiting and self._stopped_by is None:
-            for result in self._array([task for task in waiting if task.after in done]):
-                task = result.task
-                tried[task.key] += 1
-                hopeless = result.diverged or result.code == EXIT_BAD_INPUT or tried[task.key] > self._retries
-                if result.code == 0:
-                    waiting.remove(task)
-                    done.add(task.key)
-                    ended(result)
-                elif hopeless and self._stopped_by is None:
-                    waiting.remove(task)
-                    ended(result)
-                    fail_followers(task, waiting, ended)
-                elif self._stopped_by is None:
-                    self._folder.events.record("retry", run=task.key, reason=result.reason)
+    def _make(self) -> None:
+        while self._waiting and self._stopped_by is None:
+            tasks = self._ready()
+            self._waiting = [task for task in self._waiting if task not in tasks]
+            for result in self._array(tasks):
+                self._settle(result)
 
     def _array(self, tasks: list[Task]) -> Iterator[Result]:
         """Submit tasks that need nothing more, and tell of each as it leaves the queue."""

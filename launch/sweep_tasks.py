@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import shlex
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from common.files import read_json_lines
 from scaling.design import Cell, Trunk, trunks
@@ -42,25 +42,6 @@ class Result:
     def diverged(self) -> bool:
         """Whether the run gave up over numbers that are not finite, as it would again."""
         return self.task.cell is not None and self.reason.startswith("CheckFailed: ")
-
-
-class Executor(Protocol):
-    """What makes runs: processes of this machine (`launch/sweep_local.py`), or jobs of a cluster."""
-
-    def run(self, tasks: list[Task], ended: Callable[[Result], None]) -> None:
-        """Make all tasks, each after the one that it follows; tell of each once, when it ended for good.
-
-        Raises:
-            Requeue: told to stop; what was begun is saved.
-        """
-
-
-def fail_followers(failed: Task, waiting: list[Task], ended: Callable[[Result], None]) -> None:
-    """Take what follows a task that failed for good off the list, and tell of it."""
-    for task in [task for task in waiting if task.after == failed.key]:
-        waiting.remove(task)
-        ended(Result(task, 1, f"{failed.key}, which it branches off, failed"))
-        fail_followers(task, waiting, ended)
 
 
 @dataclass(frozen=True)

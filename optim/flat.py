@@ -130,7 +130,7 @@ class _Elementwise:
     def named_state(self) -> dict[str, Tensor]:
         result: dict[str, Tensor] = {}
         for key, value in self._state.items():
-            if isinstance(value, Tensor) and value.numel() > 1:
+            if key != "step":
                 result |= {f"{name}.{key}": part for name, part in self._flat.parts(value).items()}
         if self._counts:
             result |= {f"{name}.step": self._step for name in self._flat.places}
@@ -158,10 +158,11 @@ class _Matrices:
         self.owners = Owners(here, held, flat.ranks, make_rule(config), tensor.device)
 
     def step(self, tensor: Tensor, group: dict[str, Any]) -> None:
-        most = torch.tensor(self.owners.failures(), device=tensor.device)
-        if self._flat.ranks.group is not None:
-            dist.all_reduce(most, dist.ReduceOp.MAX, group=self._flat.ranks.group)
-        refuse_failures(int(most))
+        if self.owners.can_fail:
+            most = torch.tensor(self.owners.failures(), device=tensor.device)
+            if self._flat.ranks.group is not None:
+                dist.all_reduce(most, dist.ReduceOp.MAX, group=self._flat.ranks.group)
+            refuse_failures(int(most))
         assert tensor.grad is not None
         gradients = {name: parts.pieces for name, parts in self._flat.parts(tensor.grad).items()}
         self.owners.update(gradients, self._weights, dict.fromkeys(gradients, group), gradients.keys())

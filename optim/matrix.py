@@ -80,12 +80,11 @@ class MatrixOptimizer(Optimizer):
                 parameter.grad = torch.zeros_like(parameter)
         if self._adamw is not None:
             self._adamw.step()
-        gradients = {
-            name: [torch.zeros_like(part) for part in pieces(p)] if p.grad is None else pieces(p.grad)
-            for name, p in self._named.items()
-            if name in self._with_matrices
-        }
         weights = {name: pieces(self._named[name]) for name in self._with_matrices}
+        gradients = {
+            name: [torch.zeros_like(part) for part in weights[name]] if grad is None else pieces(grad)
+            for name, grad in ((name, self._named[name].grad) for name in self._with_matrices)
+        }
         self._matrices.update(gradients, weights, self._group_of, present)
 
     def _agree(self) -> set[str]:

@@ -46,6 +46,8 @@ class Owners:
         self.rule, self.ranks, self.device = rule, ranks, device
         self.matrices = list(matrices)
         self.owners = choose_owners(self.matrices, held, rule.cost, ranks.size)
+        self.can_fail = any("failures" in rule.state(*matrix.shape) for matrix in self.matrices)
+        """Whether the rule counts eigendecompositions that failed; the same on all ranks."""
         self._buckets = buckets(self.matrices, self.owners, held, ranks, bucket_size)
         self._batches = [self._make_batches(bucket) for bucket in self._buckets]
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from common.errors import UserError
 from common.nodes import Nodes, shown_address, split_address
-from launch import ROOT
+from launch import python_path
 from launch.network import address_towards, choose_interface
 from launch.slurm.control import SlurmError, host_names, show_node
 
@@ -78,7 +78,7 @@ def step_to_start(
     nodes = environment.get("SLURM_JOB_NUM_NODES", "1")
     if "SLURM_JOB_ID" not in environment or nodes == "1" or environment.get("SLURM_STEP_ID", "").isdecimal():
         return None
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    os.environ["PYTHONPATH"] = python_path()
     many = ["--nproc", str(nproc)] if nproc is not None else []
     tasks = [f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--cpu-bind=none"]
     return ["srun", *tasks, sys.executable, "-P", "-m", "gramian", command, *many, *words]

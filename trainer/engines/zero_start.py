@@ -51,7 +51,6 @@ def import_deepspeed() -> Any:
     beside = str(Path(sys.executable).parent)
     if beside not in os.environ.get("PATH", "").split(os.pathsep):
         os.environ["PATH"] = os.pathsep.join([beside, os.environ.get("PATH", "")])
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     try:
         with quiet():
             import deepspeed

@@ -29,11 +29,11 @@ from optim.build import parameter_groups
 from optim.config import OptimConfig
 from trainer.exchange.export import Progress
 from trainer.exchange.folders import check_new, new_folder
-from trainer.exchange.tensors import Item, StoredTensors, plan_files, write_file
-from trainer.manifest import FORMAT_VERSION, STATE, TOKENIZER, commit, damage, fingerprint, refuse_damaged
-from trainer.manifest import read_trainer_state as read_state
+from trainer.exchange.importing import write_checkpoint
+from trainer.exchange.tensors import StoredTensors
+from trainer.manifest import FORMAT_VERSION, STATE, TOKENIZER, damage, read_trainer_state, refuse_damaged
 
-_MODEL, _FILE_BYTES = "mp_rank_00_model_states.pt", 5 * 10**9
+_MODEL = "mp_rank_00_model_states.pt"
 _AGAIN = "make it again with DeepSpeed's ds_to_universal, or bring it again from where a good copy is"
 
 
@@ -47,7 +47,10 @@ def export_universal(checkpoint: Path, out: Path, progress: Progress = lambda n:
     """
     check_new(out)
     refuse_damaged(checkpoint, damage(checkpoint))
-    state, stored = read_state(checkpoint), StoredTensors(sorted(checkpoint.glob("*.safetensors")), lambda name: name)
+    state, stored = (
+        read_trainer_state(checkpoint),
+        StoredTensors(sorted(checkpoint.glob("*.safetensors")), lambda name: name),
+    )
     model = ModelConfig.model_validate(state["model"])
     with torch.device("meta"):
         plain = Transformer(model)
@@ -153,12 +156,6 @@ def import_universal(
             for file in sorted((path / "zero" / name).glob("*.pt")):
                 if file.stem != "fp32":
                     items[f"optim.{name}.{file.stem}"] = ((1,) if file.stem == "step" else expected[name], file)
-    plan = plan_files(
-        [Item(name, shape, "F32") for name, (shape, _) in items.items()],
-        _FILE_BYTES,
-        lambda i, n: f"shard-00001-model-{i:05d}-of-{n:05d}.safetensors",
-        sharded=True,
-    )
 
     def make(name: str) -> Tensor:
         shape, file = items[name]
@@ -174,13 +171,13 @@ def import_universal(
     if not ours:
         state = {"format": FORMAT_VERSION, "step": 0, "tokens": 0, "weights_only": True, "tokenizer_hash": None}
         state |= {"model": model.model_dump(mode="json"), "torch": str(torch.__version__)}
-    with new_folder(out, sum(file.bytes for file in plan)) as partial:
-        for planned in plan:
-            write_file(partial, planned, make)
-        atomic_write(partial / STATE, json.dumps({**state, "imported_from": str(path.absolute())}, indent=1))
+
+    def save_tokenizer(folder: Path) -> None:
         if (path / TOKENIZER).is_file():
-            atomic_write(partial / TOKENIZER, (path / TOKENIZER).read_bytes())
-        commit(partial, {file.name: fingerprint(file) for file in partial.iterdir()})
+            atomic_write(folder / TOKENIZER, (path / TOKENIZER).read_bytes())
+
+    shapes = {name: shape for name, (shape, _) in items.items()}
+    write_checkpoint(out, shapes, make, {**state, "imported_from": str(path.absolute())}, save_tokenizer)
     notes = [] if ours else ["it has weights alone: a run begins from it with model.init_from"]
     parameters = sum(p.numel() for p in plain.parameters())
     return {"checkpoint": str(out), "parameters": parameters, "step": state["step"], "notes": notes}
