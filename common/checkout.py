@@ -11,12 +11,19 @@ SNAPSHOT = "snapshot.json"  # in a copy of the code
 
 def commit_and_diff(root: Path) -> tuple[str | None, str | None]:
     """The commit and the differences from it; None where nobody knows."""
+    if (copy := read_snapshot(root)) is not None:
+        return copy
+    commit = _git(root, "rev-parse", "HEAD")
+    return commit and commit.strip(), _git(root, "diff", "HEAD")
+
+
+def read_snapshot(root: Path) -> tuple[str | None, str | None] | None:
+    """The commit and the differences from it of a copy; None: it is none."""
     try:
         record = json.loads((root / SNAPSHOT).read_text(encoding="utf-8"))
-        return record["commit"], record["diff"]
     except (OSError, ValueError):
-        commit = _git(root, "rev-parse", "HEAD")
-        return commit and commit.strip(), _git(root, "diff", "HEAD")
+        return None
+    return record["commit"], record["diff"]
 
 
 def _git(root: Path, *arguments: str) -> str | None:

@@ -6,6 +6,7 @@ EXIT_BAD_INPUT = 2
 EXIT_FAILED = 1
 EXIT_HANG = 70
 EXIT_REQUEUE = 75
+EXITS_THAT_EXPLAIN = (EXIT_BAD_INPUT, EXIT_REQUEUE, EXIT_HANG)  # of a worker, the likeliest cause of others' ends first
 
 
 class UserError(Exception):

@@ -78,6 +78,21 @@ def read_json_lines(path: Path) -> list[Any]:
     return values
 
 
+def append_json_line(path: Path, value: Any) -> None:
+    """Add a line to a file of one value a line, in one write that other processes' fall before or after.
+
+    A line that a crash or a full disk cut off before it stays apart.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+    try:
+        size = os.fstat(file).st_size
+        cut_off = size > 0 and os.pread(file, 1, size - 1) != b"\n"
+        os.write(file, ("\n" * cut_off + json.dumps(value) + "\n").encode())
+    finally:
+        os.close(file)
+
+
 def hash_bytes(content: bytes) -> str:
     """BLAKE2b-256 of bytes, in hexadecimal."""
     return hashlib.blake2b(content, digest_size=32).hexdigest()

@@ -248,6 +248,11 @@ class DataConfig(Config):
         return self.path is None and not self.mixture
 
     @property
+    def known_vocab_size(self) -> int | None:
+        """Number of token ids as far as it is known without reading a file."""
+        return self.tokenizer.known_size if self.reads_corpus else None
+
+    @property
     def token_dtype(self) -> Literal["uint16", "int32"]:
         """`dtype` with `auto` resolved by the vocabulary's size, which must be known without reading a file."""
         if self.dtype != "auto":

@@ -112,7 +112,7 @@ def _import_universal(folder: Path, out: Path, config: Path | None, json_file: s
     model = None
     if config is not None:
         tree = load_config(config)
-        size = tree.data.tokenizer.known_size if tree.data.reads_corpus else None
+        size = tree.data.known_vocab_size
         if tree.model.vocab_size is None and size is None:
             raise UserError(f"--config {config}: does not tell the size of the vocabulary; set model.vocab_size in it")
         model = tree.model if size is None else tree.model.with_vocab_size(size)

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from rich.table import Table
 
@@ -47,33 +47,31 @@ def run_doctor(nodes: bool, folder: Path, nproc: int | None, where: Nodes, json_
     if not nodes:
         report(local_checks(folder), json_file)
         return
-    from launch.slurm.step import read_step
     from launch.train import default_processes
 
+    options = ["--nodes", "--dir", str(folder), *(["--json", json_file] if json_file is not None else [])]
     if not is_worker() and where.total == 1:
-        where = _allocation(nproc, folder, read_step(os.environ), json_file)
+        where = _allocation(nproc, options)
     if is_worker():
         _be_rank(folder, json_file)
         return
     from launch.local import start_workers
 
     with tempfile.TemporaryDirectory(prefix="gramian-doctor-") as logs:
-        words = ["-m", "gramian", "doctor", "--nodes", "--dir", str(folder)]
-        words += ["--json", json_file] if json_file is not None else []
-        start_workers(words, nproc or default_processes(), Path(logs), nodes=where)
+        start_workers(["-m", "gramian", "doctor", *options], nproc or default_processes(), Path(logs), nodes=where)
 
 
-def _allocation(nproc: int | None, folder: Path, step: Any, json_file: str | None) -> Nodes:
+def _allocation(nproc: int | None, options: list[str]) -> Nodes:
     """The place in a SLURM allocation, if this is one; in its shell srun takes the place of this process."""
-    from launch.slurm.step import step_to_start
+    from launch.slurm.step import read_step, step_to_start
 
+    step = read_step(os.environ)
     if step is None:
-        options = ["--nodes", "--dir", str(folder), *(["--json", json_file] if json_file is not None else [])]
         if (command := step_to_start(os.environ, nproc, "doctor", options)) is not None:
             os.execvp(command[0], command)
         return Nodes()
     if step.starts_workers:
-        return step.launchers(os.environ)  # type: ignore[no-any-return]
+        return step.launchers(os.environ)
     step.become_rank(os.environ)
     return Nodes()
 
@@ -179,11 +177,10 @@ def _interfaces() -> list[Check]:
     known = {name: found for name, found in interfaces().items() if found}
     shown = "; ".join(f"{name} {' '.join(found)}" for name, found in known.items())
     checks = [Check("interfaces", "pass", shown)]
-    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        chosen = os.environ.get(variable, "").lstrip("=")
-        if chosen and variable.startswith("GLOO") and chosen not in known:
-            what = f"{variable} is {chosen}, which is not there; set one of {', '.join(known)}, or unset it"
-            checks.append(Check("interfaces", "fail", what))
+    chosen = os.environ.get("GLOO_SOCKET_IFNAME", "").lstrip("=")  # NCCL takes prefixes and lists
+    if chosen and chosen not in known:
+        what = f"GLOO_SOCKET_IFNAME is {chosen}, which is not there; set one of {', '.join(known)}, or unset it"
+        checks.append(Check("interfaces", "fail", what))
     return checks
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import yaml
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -17,9 +16,9 @@ from trainer.layout import Layout
 def print_plan(config: TrainingConfig, layout: Layout) -> None:
     """Print the resolved config, the mesh, the batch arithmetic, parameter counts and FLOPs."""
     console = Console(highlight=False, soft_wrap=True)
-    console.print(yaml.safe_dump(config.tree(), sort_keys=False, allow_unicode=True), markup=False)
+    console.print(config.yaml(), markup=False)
     console.print(layout.describe(), markup=False)
-    n_tokens = (config.data.tokenizer.known_size if config.data.reads_corpus else None) or _read_size(config)
+    n_tokens = config.data.known_vocab_size or _read_size(config)
     model = config.model.with_vocab_size(n_tokens)
     console.print(parameter_table(model))
     if config.optim.is_rule:

@@ -20,7 +20,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from common.errors import EXIT_BAD_INPUT, EXIT_HANG, EXIT_REQUEUE
+from common.errors import EXITS_THAT_EXPLAIN
 from common.nodes import Nodes
 from launch.meeting import Meeting
 from trainer.stop import Repeats, heeded_signals
@@ -178,10 +178,9 @@ class Agent(LocalElasticAgent):
 
 def _explains(ended: Ended) -> tuple[int, float]:
     """The order in which ends of the same attempt are causes: an exit code that says why, a signal, the first fault."""
-    told = (EXIT_BAD_INPUT, EXIT_REQUEUE, EXIT_HANG)
-    if ended.exit_code in told:
-        return told.index(ended.exit_code), ended.time
-    return len(told) + (not ended.how.startswith("SIG")) + (ended.how == _FOLLOWS), ended.time
+    if ended.exit_code in EXITS_THAT_EXPLAIN:
+        return EXITS_THAT_EXPLAIN.index(ended.exit_code), ended.time
+    return len(EXITS_THAT_EXPLAIN) + (not ended.how.startswith("SIG")) + (ended.how == _FOLLOWS), ended.time
 
 
 def _is_stopped(pid: int) -> bool:

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common.errors import EXIT_BAD_INPUT, EXIT_HANG, EXIT_REQUEUE
+from common.errors import EXIT_BAD_INPUT, EXIT_HANG, EXIT_REQUEUE, EXITS_THAT_EXPLAIN
 from common.machine import available_cores
 from common.nodes import Nodes
 from launch import python_path
@@ -74,8 +74,8 @@ def start_workers(
         step = max(run.committed(), default=0)
         if nodes.rank == 0:
             run.outcome_file.unlink(missing_ok=True)  # a hang's: it is not the end
-            where = {"host": ended.host} if nodes.total > 1 else {}
-            run.events.record("restart", attempt=number, rank=ended.rank, how=ended.how, step=step, **where)
+            host = _host(ended, nodes)
+            run.events.record("restart", attempt=number, rank=ended.rank, how=ended.how, step=step, **host)
         line = f"restart {number} of {of}, from step {step}"
         print(f"{_told_here(ended, nodes)}\ngramian: {line}", file=sys.stderr, flush=True)
 
@@ -89,11 +89,15 @@ def start_workers(
     ended = agent.ended
     assert ended is not None
     if run is not None and nodes.rank == 0:
-        host = {"host": ended.host} if nodes.total > 1 else {}
-        reason = _reason(ended.message)
-        write_outcome(run, outcome_of(ended.exit_code), reason, agent.attempt, retry=ended.retry, **host)
+        outcome, reason = outcome_of(ended.exit_code), _reason(ended.message)
+        write_outcome(run, outcome, reason, agent.attempt, retry=ended.retry, **_host(ended, nodes))
     print(_told_here(ended, nodes), file=sys.stderr, flush=True)
     raise SystemExit(ended.exit_code)
+
+
+def _host(ended: Ended, nodes: Nodes) -> dict[str, str]:
+    """Where it ended, if there are several places."""
+    return {"host": ended.host} if nodes.total > 1 else {}
 
 
 def _told_here(ended: Ended, nodes: Nodes) -> str:
@@ -119,7 +123,7 @@ def _judge(
     reports: dict[int, dict[str, Any]] = {}
     for file in sorted(logs.glob(f"**/attempt_{attempt}/*/error.json"), key=lambda path: path.stat().st_mtime_ns):
         reports[first_rank + int(file.parent.name)] = json.loads(file.read_text(encoding="utf-8"))
-    for wanted in (EXIT_BAD_INPUT, EXIT_REQUEUE, EXIT_HANG):
+    for wanted in EXITS_THAT_EXPLAIN:
         for rank, report in reports.items():
             if report["exit_code"] == wanted:
                 how = "hang" if wanted == EXIT_HANG else f"exit code {wanted}"
@@ -141,7 +145,7 @@ def _judge(
         message = f"{report['message']}gramian: rank {rank} failed with this error{output(rank)}"
         return Ended(rank, "exit code 1", message, 1, retry)
     rank, failure = next(iter(failures.items()))
-    known = failure.exitcode in (EXIT_BAD_INPUT, EXIT_REQUEUE, EXIT_HANG)
+    known = failure.exitcode in EXITS_THAT_EXPLAIN
     retry = failure.exitcode == EXIT_HANG if known else retry
     if failure.exitcode == EXIT_REQUEUE and run is not None and (outcome := read_outcome(run)):  # told by rank 0
         return Ended(rank, "exit code 75", f"gramian: {outcome['reason']}", EXIT_REQUEUE, retry=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typing
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from launch.sweep_told import Line, Rows, between, told, with_interval
 from scaling.analysis import APPROACHES, Settings, analyse, analyse_variants, multipliers
 from scaling.predict import Optimum, optimum, plain_optimum
 from scaling.records import Counting, FlopCount, ParameterCount, Points, read_points
+from scaling.sweepfile import SweepConfig, load_sweep
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,12 @@ class Source:
     budgets: str | None = None
     count_params: str | None = None
     count_flops: str | None = None
+
+    @cached_property
+    def config(self) -> SweepConfig:
+        """The sweep's file."""
+        assert self.sweep is not None
+        return load_sweep(self.sweep)
 
     def points(self) -> Points:
         """Read them."""
@@ -47,13 +55,10 @@ class Source:
             return read_points(self.file, columns, Counting(), self.drop_highest, budgets)
         from launch.sweep_tasks import SweepFolder
         from scaling.design import design
-        from scaling.sweepfile import load_sweep
 
-        assert self.sweep is not None
-        sweep = load_sweep(self.sweep)
-        folder, counting = SweepFolder(sweep.folder), sweep.counting
-        counting = counting.model_copy(update={k: v for k, v in given.items() if v is not None})
-        others = folder.records().keys() - {cell.id for cell in design(sweep)}  # of what the file had before
+        folder = SweepFolder(self.config.folder)
+        counting = self.config.counting.model_copy(update={k: v for k, v in given.items() if v is not None})
+        others = folder.records().keys() - {cell.id for cell in design(self.config)}  # of what the file had before
         points = read_points(folder.records_file, columns, counting, self.drop_highest, budgets, others)
         note = f"{len(others)} records of runs that the sweep no longer has are left out"
         return replace(points, notes=(*points.notes, note)) if others else points
@@ -122,23 +127,18 @@ def run_predict(
         check_writable("--out", str(out))
         if source.sweep is None:
             raise UserError("--out needs a sweep, whose base config and sizes say what to train; or leave it out")
-    points = source.points()
-    names = list(dict.fromkeys(points.variant.tolist()))
-    if variant is not None and variant not in names:
-        raise UserError(f"--variant {variant}: the records have {', '.join(names) or 'no variants'}")
-    chosen = names[0] if variant is None else variant
-    of_variant = points.take(points.variant == chosen)
-    analysis = analyse(of_variant, Settings("3", settings.delta, settings.bootstrap, settings.seed))
-    surface = analysis.surfaces["hoffmann"]
-    best = of_variant.best_of_each()
+    variants = source.points().by_variant()
+    if variant is not None and variant not in variants:
+        raise UserError(f"--variant {variant}: the records have {', '.join(variants) or 'no variants'}")
+    chosen = next(iter(variants)) if variant is None else variant
+    analysis = analyse(variants[chosen], replace(settings, approach="3"))
+    surface, best = analysis.surfaces["hoffmann"], analysis.best
     found = optimum(best, surface.draws, flops)
     record: dict[str, Any] = {"variant": chosen, **plain_optimum(found), "beyond": flops / float(best.flops.max())}
     if out is not None:
         from scaling.design import write_config_for
-        from scaling.sweepfile import load_sweep
 
-        assert source.sweep is not None
-        record["config"] = write_config_for(load_sweep(source.sweep), chosen, flops, found.params.value, out)
+        record["config"] = write_config_for(source.config, chosen, flops, found.params.value, out)
     write_json(json_file, record)
     if json_file != "-":
         _print_optimum(found, record, surface.warnings)

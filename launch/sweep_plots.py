@@ -9,7 +9,7 @@ import numpy as np
 
 from launch.plots import BLUE, MUTED, ORANGE, finish, plt
 from scaling.analysis import Analysis
-from scaling.predict import compute_law, optimum
+from scaling.predict import best_use, compute_law
 
 _VARIANTS = (BLUE, ORANGE, "#3f8f4f", "#8a5aa8", "#a8872a")
 _BAND = 0.18
@@ -17,7 +17,7 @@ _BAND = 0.18
 
 def draw_isoflop(analysis: Analysis, picture: Path) -> None:
     """Loss over N, a parabola a budget, with its least point."""
-    best = analysis.points.best_of_each()
+    best = analysis.best
     figure, axes = plt.subplots(figsize=(7.2, 4.2), layout="constrained")
     colours = plt.get_cmap("viridis")(np.linspace(0.0, 0.85, max(2, len(analysis.vertices))))
     for vertex, colour in zip(analysis.vertices, colours, strict=False):
@@ -37,14 +37,13 @@ def draw_isoflop(analysis: Analysis, picture: Path) -> None:
 
 def draw_optimum(analysis: Analysis, picture: Path) -> None:
     """Best N and D over compute by each approach, the surface's with its interval."""
-    points = analysis.points.best_of_each()
+    points = analysis.best
     figure, panels = plt.subplots(1, 2, figsize=(9.6, 3.8), layout="constrained")
     grid = np.geomspace(points.flops.min(), points.flops.max() * 10, 40)
     surface = analysis.surfaces.get("hoffmann")
     if surface is not None:
-        found = [optimum(points, surface.draws, float(c)) for c in grid]
-        for axes, name in zip(panels, ("params", "tokens"), strict=True):
-            of = [getattr(one, name) for one in found]
+        found = [best_use(points, surface.draws, float(c)) for c in grid]
+        for axes, of in zip(panels, zip(*found, strict=True), strict=True):
             axes.fill_between(grid, [e.low for e in of], [e.high for e in of], color=BLUE, alpha=_BAND, linewidth=0)
             axes.plot(grid, [e.value for e in of], color=BLUE, label="surface (approach 3), 95%")
     for approach, colour, mark in (("isoflop", ORANGE, "o"), ("envelope", MUTED, None)):
@@ -69,7 +68,7 @@ def draw_optimum(analysis: Analysis, picture: Path) -> None:
 
 def draw_surface(analysis: Analysis, picture: Path) -> None:
     """Contours of the fitted loss over N and D, the runs, and the line of optima."""
-    points, surface = analysis.points.best_of_each(), analysis.surfaces["hoffmann"]
+    points, surface = analysis.best, analysis.surfaces["hoffmann"]
     figure, axes = plt.subplots(figsize=(7.2, 4.6), layout="constrained")
     sizes = np.geomspace(points.params.min() / 1.5, points.params.max() * 1.5, 80)
     tokens = np.geomspace(points.tokens.min() / 1.5, points.tokens.max() * 1.5, 80)
@@ -78,8 +77,8 @@ def draw_surface(analysis: Analysis, picture: Path) -> None:
     lines = axes.contour(n, d, loss, levels=14, cmap="viridis", linewidths=1)
     axes.clabel(lines, fontsize=7, fmt="%.2f")
     axes.plot(points.params, points.tokens, "o", color=MUTED, markersize=3, label="runs")
-    found = [optimum(points, surface.draws, float(c)) for c in np.geomspace(points.flops.min(), points.flops.max(), 30)]
-    line = [(one.params.value, one.tokens.value) for one in found]
+    grid = np.geomspace(points.flops.min(), points.flops.max(), 30)
+    line = [[of.value for of in best_use(points, surface.draws, float(c))] for c in grid]
     axes.plot(*zip(*line, strict=True), color=ORANGE, linewidth=2, label="best for its compute")
     axes.set(xscale="log", yscale="log", xlim=(sizes[0], sizes[-1]), ylim=(tokens[0], tokens[-1]))
     axes.set_xlabel("parameters N")
@@ -90,7 +89,7 @@ def draw_surface(analysis: Analysis, picture: Path) -> None:
 
 def draw_residuals(analysis: Analysis, picture: Path) -> None:
     """How far each run is from the surface, over compute and over tokens per parameter."""
-    points, fit = analysis.points.best_of_each(), analysis.surfaces["hoffmann"].fit
+    points, fit = analysis.best, analysis.surfaces["hoffmann"].fit
     figure, panels = plt.subplots(1, 2, figsize=(9.6, 3.2), sharey=True, layout="constrained")
     cost = compute_law(points)
     ratio = points.tokens / points.params

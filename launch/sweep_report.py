@@ -14,7 +14,7 @@ import numpy as np
 from common.errors import UserError
 from common.files import atomic_write
 from launch.sweep_fit import Source
-from launch.sweep_told import Line, Rows, told, with_interval
+from launch.sweep_told import Line, Rows, between, told, with_interval
 from scaling.analysis import Analysis, Settings, analyse_variants, multipliers
 
 _STYLE = """
@@ -36,11 +36,9 @@ def run_report(source: Source, settings: Settings, out: Path | None) -> None:
     folder, title, held_out = out, points.source, ""
     if source.sweep is not None:
         from launch.sweep_tasks import SweepFolder
-        from scaling.sweepfile import load_sweep
 
-        sweep = load_sweep(source.sweep)
-        sweep_folder = SweepFolder(sweep.folder)
-        folder, title = out or sweep_folder.path / "report", f"Sweep {sweep.name}"
+        sweep_folder = SweepFolder(source.config.folder)
+        folder, title = out or sweep_folder.path / "report", f"Sweep {source.config.name}"
         held_out = _held_out(sweep_folder.predictions(), sweep_folder.records())
     assert folder is not None
     try:
@@ -101,7 +99,7 @@ def _held_out(said: dict[str, dict[str, Any]], records: dict[str, dict[str, Any]
             continue
         loss = records.get(cell, {}).get("loss")
         outcome = ("not run", "") if loss is None else (f"{loss:.4f}", f"{one['value'] / loss - 1:+.2%}")
-        interval = f"{one['low']:.4f} to {one['high']:.4f}"
+        interval = between(one["low"], one["high"], ".4f")
         rows.append((records.get(cell, {}).get("name", cell), f"{one['value']:.4f}", interval, *outcome))
     lines = [_line(Line(f"{name} refused: {reason}", True)) for name, reason in refused.items()]
     table = _table(Rows(("run", "predicted", "95%", "loss", "predicted over loss"), rows)) if rows else ""

@@ -21,6 +21,7 @@ from launch.sweep_executor import Executor
 from launch.sweep_local import LocalExecutor
 from launch.sweep_slurm import SlurmExecutor
 from launch.sweep_tasks import Result, SweepFolder, Task, plan_tasks, record_of
+from launch.sweep_told import with_interval
 from scaling.analysis import Settings, analyse
 from scaling.design import Cell, design
 from scaling.predict import losses_at
@@ -165,14 +166,14 @@ def predict_held_out(
         tokens = np.array([cell.tokens for cell in of_variant], dtype=float)
         for cell, one in zip(of_variant, losses_at(surface.draws, sizes, tokens), strict=True):
             said[cell.id] = {**common, **one.plain()}
-            told = f"loss {one.value:.4f} ({one.low:.4f} to {one.high:.4f})"
-            console.print(f"predict  {cell.name}: {told}", markup=False)
+            console.print(f"predict  {cell.name}: loss {with_interval(one, '.4f')}", markup=False)
     atomic_write(folder.prediction_file, json.dumps(said, indent=1) + "\n")
 
 
 def print_table(console: Console, sweep: SweepConfig, cells: list[Cell], folder: SweepFolder) -> dict[str, Any]:
     """The runs with what each costs; also as JSON."""
-    done, rate, source = folder.records(), *_rate(sweep, folder)
+    done = folder.records()
+    rate, source = _rate(sweep, done)
     tasks = {task.key: task for task in plan_tasks(folder, cells, cells, sweep.execution.share_prefix)}
     table = Table("run", "N", "tokens D", "D/N", "steps", "FLOPs", "time", "")
     align_right(table, 1, 2, 3, 4, 5, 6)
@@ -208,9 +209,9 @@ def print_table(console: Console, sweep: SweepConfig, cells: list[Cell], folder:
     return {"runs": rows, **summary, "cost": None if price is None else hours * price}
 
 
-def _rate(sweep: SweepConfig, folder: SweepFolder) -> tuple[float, str]:
+def _rate(sweep: SweepConfig, records: dict[str, dict[str, Any]]) -> tuple[float, str]:
     """FLOP/s of one run, and where the number is from."""
-    measured = [record["flops_per_second"] for record in folder.records().values() if record["flops_per_second"]]
+    measured = [record["flops_per_second"] for record in records.values() if record["flops_per_second"]]
     if measured:
         return statistics.median(measured), f"the median of {len(measured)} runs"
     if sweep.execution.flops_per_second is not None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.files import read_json_lines
+from common.files import append_json_line, read_json_lines
 from scaling.design import Cell, Trunk, trunks
 from trainer.events import EventLog
 from trainer.outcome import read_outcome
@@ -84,13 +84,8 @@ class SweepFolder:
         return {record["cell"]: record for record in read_json_lines(self.records_file)}
 
     def append(self, record: dict[str, Any]) -> None:
-        """Add a record, in one write; a line that a crash cut off before it stays apart."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        with open(self.records_file, "ab+") as file:
-            file.seek(0)
-            whole = file.read()
-            cut_off = bool(whole) and not whole.endswith(b"\n")
-            file.write(b"\n" * cut_off + json.dumps(record).encode() + b"\n")
+        """Add a record."""
+        append_json_line(self.records_file, record)
 
 
 def plan_tasks(folder: SweepFolder, cells: list[Cell], wanted: Iterable[Cell], share_prefix: bool) -> list[Task]:

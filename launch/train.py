@@ -24,12 +24,9 @@ from trainer.rundir import run_directory
 from trainer.stop import heeded_signals
 
 
-def run_train(
-    config_path: str, overrides: list[str], nproc: int | None, dry_run: bool, nodes: Nodes | None = None
-) -> None:
+def run_train(config_path: str, overrides: list[str], nproc: int | None, dry_run: bool, nodes: Nodes) -> None:
     """Train `config_path` on `nproc` processes of this machine, and of the others of `nodes`; inside torchrun, be one
     of its workers."""
-    nodes = nodes or Nodes()
     if nodes.total == 1 and not dry_run and not is_worker():
         nodes = _in_slurm(config_path, overrides, nproc)
     if is_worker() and not dry_run:

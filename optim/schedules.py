@@ -7,6 +7,11 @@ import math
 from optim.config import ScheduleConfig
 
 
+def decay_start(config: ScheduleConfig, total_steps: int) -> int:
+    """Under wsd the last step before the decay, which is a fifth of all steps unless `decay_steps` is given."""
+    return total_steps - (config.decay_steps if config.decay_steps is not None else max(1, total_steps // 5))
+
+
 def lr_factor(config: ScheduleConfig, step: int, total_steps: int) -> float:
     """Learning rate of a step divided by the peak learning rate.
 
@@ -35,8 +40,7 @@ def lr_factor(config: ScheduleConfig, step: int, total_steps: int) -> float:
     floor = default_floor if config.min_lr_ratio is None else config.min_lr_ratio
     start = warmup
     if config.name == "wsd":
-        decay = config.decay_steps if config.decay_steps is not None else max(1, total_steps // 5)
-        start = max(warmup, total_steps - decay)
+        start = max(warmup, decay_start(config, total_steps))
     # How much of the decay has passed: 0 at `start`, 1 at the last step and after it.
     progress = min(1.0, max(0.0, (step - start) / max(1, total_steps - start)))
     if config.name == "cosine":

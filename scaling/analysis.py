@@ -13,7 +13,7 @@ from scaling.checks import refuse_undetermined, refuse_unidentifiable, warnings
 from scaling.fit import DELTA, Fit, fit_form
 from scaling.intervals import Draws, Extrapolation, bootstrap, leave_largest_out, profile
 from scaling.isoflop import Frontier, SettingLaw, Vertex, envelope, isoflop, isoflop_draws, setting_law, vertices
-from scaling.predict import Estimate, estimate, multiplier
+from scaling.predict import Estimate, estimate, finite, multiplier
 from scaling.records import Points
 
 T = TypeVar("T")
@@ -46,6 +46,7 @@ class Analysis:
     """What was found of one variant."""
 
     points: Points
+    best: Points  # of each size and budget, by learning rate and batch: what surfaces and frontiers are fitted to
     surfaces: dict[str, Surface] = field(default_factory=dict)  # by form
     frontiers: dict[str, Frontier] = field(default_factory=dict)  # envelope, isoflop
     vertices: list[Vertex] = field(default_factory=list)
@@ -82,21 +83,16 @@ class Analysis:
         }
 
 
-def _finite(value: float) -> float | None:
-    """JSON has no infinity."""
-    return value if np.isfinite(value) else None
-
-
 def _plain_surface(surface: Surface) -> dict[str, Any]:
     fit, left = surface.fit, surface.extrapolation
     return {
         "objective": fit.objective,
         "delta": fit.delta,
         "parameters": fit.parameters,
-        "bootstrap 95%": {name: [_finite(e) for e in surface.draws.interval(name)] for name in fit.form.names},
+        "bootstrap 95%": {name: [finite(e) for e in surface.draws.interval(name)] for name in fit.form.names},
         "bootstraps": len(surface.draws.thetas),
         "resampling": surface.draws.resampling,
-        "profile 95%": {name: [_finite(end) for end in ends] for name, ends in surface.profiles.items()},
+        "profile 95%": {name: [finite(end) for end in ends] for name, ends in surface.profiles.items()},
         "starts": fit.starts,
         "share of starts at the optimum": fit.share,
         "condition number": fit.condition,
@@ -111,7 +107,8 @@ def analyse(points: Points, settings: Settings, may_be_empty: bool = False) -> A
     Raises:
         UserError: the one approach that was asked for, or each of all unless that may be, is refused.
     """
-    result = Analysis(points)
+    best = points.best_of_each()
+    result = Analysis(points, best)
     wanted = list(APPROACHES) if settings.approach == "all" else [settings.approach]
 
     def try_(name: str, fit: Callable[[], T]) -> T | None:
@@ -123,7 +120,6 @@ def analyse(points: Points, settings: Settings, may_be_empty: bool = False) -> A
             result.refused[name] = str(error)
             return None
 
-    best = points.best_of_each()
     if "1" in wanted and (frontier := try_("envelope", lambda: envelope(best))):
         result.frontiers["envelope"] = frontier
     if "2" in wanted and (pair := try_("isoflop", lambda: _isoflop(best))):
@@ -155,8 +151,7 @@ def _surface(points: Points, form: str, settings: Settings) -> Surface:
     fit = fit_form(points, form, settings.delta)
     refuse_undetermined(points, fit)
     draws = bootstrap(points, fit, settings.bootstrap, settings.seed)
-    places = dict(zip(fit.form.names[-2:], fit.form.exponents, strict=True))
-    profiles = {name: profile(points, fit, place) for name, place in places.items()}
+    profiles = {name: profile(points, fit, place) for name, place in fit.form.exponents.items()}
     try:
         left: Extrapolation | str = leave_largest_out(points, form, settings.delta)
     except UserError as error:
@@ -182,8 +177,7 @@ def _isoflop_warnings(found: list[Vertex], frontier: Frontier, noise_known: bool
 
 def analyse_variants(points: Points, settings: Settings, may_be_empty: bool = False) -> dict[str, Analysis]:
     """Each variant by itself, in the order of the records."""
-    names = list(dict.fromkeys(points.variant.tolist()))
-    return {name: analyse(points.take(points.variant == name), settings, may_be_empty) for name in names}
+    return {name: analyse(of, settings, may_be_empty) for name, of in points.by_variant().items()}
 
 
 def multipliers(analyses: dict[str, Analysis], reference: str) -> dict[str, Estimate]:

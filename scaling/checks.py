@@ -13,14 +13,20 @@ from scaling.records import Points
 
 _COLLINEAR, _NEARLY_COLLINEAR = 0.99, 0.9  # correlations of log N and log D
 _ILL_CONDITIONED = 1e4
+_NEAR = 1.02  # factor by which values differ that are the same but for rounding
 _WIDE = 0.1  # half-width of an exponent's interval
 _AXES = {"params": "sizes (N)", "tokens": "numbers of tokens (D)"}
 _ACTS_ON = {"alpha": "params", "alpha_N": "params", "beta": "tokens", "alpha_D": "tokens"}
 
 
-def distinct(values: np.ndarray, ratio: float = 1.02) -> int:
-    """How many values there are that differ by more than a factor."""
-    return 1 + int((np.diff(np.log(np.sort(values))) > math.log(ratio)).sum())
+def distinct(values: np.ndarray) -> int:
+    """How many values there are that differ by more than rounding."""
+    return 1 + int((np.diff(np.log(np.sort(values))) > math.log(_NEAR)).sum())
+
+
+def _correlation(points: Points) -> float:
+    """Of log N and log D."""
+    return float(np.corrcoef(np.log(points.params), np.log(points.tokens))[0, 1])
 
 
 def refuse_unidentifiable(points: Points, form: str) -> None:
@@ -32,14 +38,14 @@ def refuse_unidentifiable(points: Points, form: str) -> None:
             f"{points.source}: {len(points)} records, where the {form} form with its {len(chosen.names)} parameters "
             f"needs {needed} or more; add runs"
         )
-    for exponent in chosen.names[-2:]:
+    for exponent in chosen.exponents:
         axis = _ACTS_ON[exponent]
         if (n := distinct(getattr(points, axis))) < 3:
             raise UserError(
                 f"{points.source}: {exponent} cannot be identified from {n} different {_AXES[axis]}, three are needed; "
                 f"add runs with others"
             )
-    correlation = float(np.corrcoef(np.log(points.params), np.log(points.tokens))[0, 1])
+    correlation = _correlation(points)
     if abs(correlation) > _COLLINEAR:
         raise UserError(
             f"{points.source}: N and D change together (correlation {correlation:.3f} of their logarithms), so that "
@@ -50,8 +56,7 @@ def refuse_unidentifiable(points: Points, form: str) -> None:
 def refuse_undetermined(points: Points, fit: Fit) -> None:
     """Refuse a fit whose exponents the losses leave open: an interval that reaches zero."""
     errors = fit.standard_errors
-    names = list(fit.form.names)[-2:]
-    for name, place in zip(names, fit.form.exponents, strict=True):
+    for name, place in fit.form.exponents.items():
         value, half = float(fit.theta[place]), Z * float(errors[place])
         flat = np.abs(fit.jacobian[place]).max() < 1e-5
         if flat or not value - half > 0:
@@ -69,7 +74,7 @@ def warnings(points: Points, fit: Fit) -> list[str]:
         values = getattr(points, axis)
         if (span := float(values.max() / values.min())) < 10:
             found.append(f"{name} span a factor of {span:.1f}, less than a decade")
-    correlation = float(np.corrcoef(np.log(points.params), np.log(points.tokens))[0, 1])
+    correlation = _correlation(points)
     if abs(correlation) > _NEARLY_COLLINEAR:
         found.append(f"N and D are nearly collinear (correlation {correlation:.2f} of their logarithms)")
     if fit.condition > _ILL_CONDITIONED:
@@ -77,7 +82,7 @@ def warnings(points: Points, fit: Fit) -> list[str]:
     if fit.share < 0.5:
         found.append(f"only {fit.share:.0%} of {fit.starts} starts reached the optimum")
     errors = fit.standard_errors
-    for name, place in zip(fit.form.names[-2:], fit.form.exponents, strict=True):
+    for name, place in fit.form.exponents.items():
         if Z * errors[place] > _WIDE:
             found.append(f"{name} is known to +-{Z * errors[place]:.2f} only")
     return found

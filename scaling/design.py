@@ -6,16 +6,15 @@ import itertools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
-from typing import Any
-
-import yaml
+from typing import Any, NamedTuple
 
 from common.errors import UserError
 from common.files import atomic_write, hash_json
 from models.config import ModelConfig
 from models.flops import parameter_counts, training_flops_per_token
+from optim.schedules import decay_start
 from scaling.records import Counting
 from scaling.sweepfile import SweepConfig
 from scaling.transfer import transferred
@@ -47,11 +46,10 @@ class Cell:
     @property
     def decay_start(self) -> int | None:
         """Under wsd the last step of the constant part; None: there is no such part."""
-        schedule, steps = self.config.schedule, self.config.train.steps
+        schedule = self.config.schedule
         if schedule.name != "wsd" or self.config.stages:
             return None
-        decay = max(1, steps // 5) if schedule.decay_steps is None else schedule.decay_steps
-        start = steps - decay
+        start = decay_start(schedule, self.config.train.steps)
         return start if start >= max(1, schedule.warmup_steps) else None
 
     def counted(self, counting: Counting) -> tuple[int, float]:
@@ -80,13 +78,15 @@ def design(sweep: SweepConfig) -> list[Cell]:
     settings = _combinations({key: values for key, values in sweep.axes.items() if key in _SETTINGS})
     for variant, keys in variants_of(sweep).items():
         for values, factor, width in itertools.product(settings, sweep.lr.factors, sweep.sizes.widths):
+            words = size_words(sweep, {**keys, **values}, factor, width)
+            size = _measure(sweep.base_file, words)
             for value in sweep.budgets.values:
-                cell = _cell(sweep, variant, {**keys, **values}, factor, width, value)
+                cell = _cell(sweep, variant, words, size, width, value)
                 if cell is not None:
                     cells.setdefault(cell.id, cell)
     if not cells:
         raise UserError(f"sweep '{sweep.name}' has no runs: budgets.within leaves no size for any budget; widen it")
-    return sorted(cells.values(), key=lambda cell: (sweep.budgets.values.index(float(cell.budget)), cell.name))
+    return sorted(cells.values(), key=lambda cell: (float(cell.budget), cell.name))
 
 
 def variants_of(sweep: SweepConfig) -> dict[str, dict[str, Any]]:
@@ -105,21 +105,19 @@ def _combinations(axes: Mapping[str, list[Any]]) -> list[dict[str, Any]]:
 
 
 def _cell(
-    sweep: SweepConfig, variant: str, keys: Mapping[str, Any], factor: float, width: int, budget: float
+    sweep: SweepConfig, variant: str, words: tuple[str, ...], size: _Size, width: int, budget: float
 ) -> Cell | None:
     """One run; None where the budget is outside `budgets.within` for the size."""
-    words = size_words(sweep, keys, factor, width)
-    model, row, counts = _measure(sweep.base_file, tuple(words))
-    n = counts[sweep.counting.parameters]
+    n, row = size.counts[sweep.counting.parameters], size.row
     if sweep.budgets.kind == "flops":
-        tokens = budget / (6 * n if sweep.counting.flops == "6nd" else model[sweep.counting.flops])
+        tokens = budget / size.flops_per_token(sweep.counting)
         low, high = sweep.budgets.within or (0.0, float("inf"))
         if not low <= tokens / n <= high:
             return None
     else:
         tokens = budget * n if sweep.budgets.kind == "tokens_per_parameter" else budget
     steps = max(1, round(tokens / row))
-    words += [f"train.steps={steps}", f"eval.every={steps}", "checkpoint.every=null", "checkpoint.keep=1"]
+    words += (f"train.steps={steps}", f"eval.every={steps}", "checkpoint.every=null", "checkpoint.keep=1")
     config = load_config(sweep.base_file, words)
     if config.eval.batches == 0:
         raise UserError(f"sweep '{sweep.name}': 'eval.batches' is 0, and the held-out loss is what is fitted; set it")
@@ -136,14 +134,14 @@ def _cell(
         variant,
         repr(float(budget)),
         width,
-        counts,
+        size.counts,
         steps * row,
-        {key: per_token * steps * row for key, per_token in model.items()},
+        {key: per_token * steps * row for key, per_token in size.flops.items()},
         sweep.hold_out_largest and budget == sweep.budgets.values[-1],
     )
 
 
-def size_words(sweep: SweepConfig, keys: Mapping[str, Any], factor: float, width: int) -> list[str]:
+def size_words(sweep: SweepConfig, keys: Mapping[str, Any], factor: float, width: int) -> tuple[str, ...]:
     """Everything laid over the base but the length: overrides, size, variant and axes, learning rates."""
     laid = {**sweep.overrides, **sweep.sizes.model(width), **keys}
     words = [f"{key}={_word(value)}" for key, value in laid.items()]
@@ -155,26 +153,37 @@ def size_words(sweep: SweepConfig, keys: Mapping[str, Any], factor: float, width
         if sweep.lr.transfer == "mup":
             base = sweep.lr.base_width or min(sweep.sizes.widths)
             words += [f"{key}={_word(value)}" for key, value in transferred(config, base).items()]
-    return words
+    return tuple(words)
 
 
-@lru_cache(maxsize=1024)
-def _measure(base: Path, words: tuple[str, ...]) -> tuple[dict[str, int], int, dict[str, int]]:
-    """Of a config: FLOPs a token in each convention, positions of a step, parameters in each convention."""
+class _Size(NamedTuple):
+    """What a config's model costs, whatever its length."""
+
+    flops: dict[str, int]  # a token, by each convention but 6nd
+    row: int  # positions of a step
+    counts: dict[str, int]  # parameters by each convention
+
+    def flops_per_token(self, counting: Counting) -> float:
+        """By a convention."""
+        n = self.counts[counting.parameters]
+        return 6.0 * n if counting.flops == "6nd" else float(self.flops[counting.flops])
+
+
+def _measure(base: Path, words: tuple[str, ...]) -> _Size:
     config = load_config(base, words)
     if config.stages:
         raise UserError(f"{base} has stages, whose length a sweep cannot choose; take a base without")
-    vocab = config.model.vocab_size or (config.data.tokenizer.known_size if config.data.reads_corpus else None)
-    if vocab is None:
+    if (vocab := config.known_vocab_size) is None:
         raise UserError(f"{base}: the vocabulary's size is not in the config; set model.vocab_size in 'overrides'")
     model = config.model.with_vocab_size(vocab)
     flops = {
         name: training_flops_per_token(model, config.data.seq_len, causal=name == "causal")
         for name in ("causal", "full_attention")
     }
-    return flops, config.train.global_batch_size * config.data.seq_len, counted_parameters(model)
+    return _Size(flops, config.train.global_batch_size * config.data.seq_len, counted_parameters(model))
 
 
+@cache
 def counted_parameters(model: ModelConfig) -> dict[str, int]:
     """N in each convention. Without embeddings: without tables by token or position; a head of its own stays."""
     counts = parameter_counts(model)
@@ -212,7 +221,7 @@ def trunks(cells: list[Cell]) -> list[Trunk]:
             continue
         group.sort(key=lambda cell: cell.decay_start or 0)
         first, schedule = group[0], group[0].config.schedule
-        name = f"trunk-{first.name.rsplit('-b', 1)[0]}-{key}"
+        name = "-".join(part for part in ("trunk", _plain(first.variant), f"w{first.width}", key) if part)
         words = [word for word in first.words if not word.startswith(("train.steps=", "run.name=", "schedule"))]
         words += [f"run.name={name}", f"schedule={{name: constant, warmup_steps: {schedule.warmup_steps}}}"]
         words += ["checkpoint.keep=1000", "eval.batches=0"]
@@ -229,25 +238,26 @@ def write_config_for(sweep: SweepConfig, variant: str, flops: float, params: flo
     settings = {key: values[0] for key, values in sweep.axes.items() if key in _SETTINGS}
     keys = {**variants_of(sweep)[variant], **settings}
 
-    def measured(width: int) -> tuple[int, float, int]:
-        per_token, row, counts = _measure(sweep.base_file, tuple(size_words(sweep, keys, 1.0, width)))
-        n = counts[sweep.counting.parameters]
-        return n, (6.0 * n if sweep.counting.flops == "6nd" else float(per_token[sweep.counting.flops])), row
+    @cache
+    def measured(width: int) -> _Size:
+        return _measure(sweep.base_file, size_words(sweep, keys, 1.0, width))
+
+    def counted(width: int) -> int:
+        return measured(width).counts[sweep.counting.parameters]
 
     step = sweep.sizes.head_dim
     low, high = 1, 2
-    while measured(high * step)[0] < params and high < 4096:
+    while counted(high * step) < params and high < 4096:
         low, high = high, 2 * high
     while high - low > 1:  # N grows with the width
         middle = (low + high) // 2
-        low, high = (middle, high) if measured(middle * step)[0] < params else (low, middle)
-    width = min((low * step, high * step), key=lambda w: abs(measured(w)[0] - params))
-    n, per_token, row = measured(width)
-    steps = max(1, round(flops / per_token / row))
-    words = [*size_words(sweep, keys, 1.0, width), f"train.steps={steps}"]
-    words += [f"run.name={sweep.name}-{flops:.0e}".replace("+", "")]
-    config = load_config(sweep.base_file, words)
-    atomic_write(out, yaml.safe_dump(config.tree(), sort_keys=False, allow_unicode=True))
+        low, high = (middle, high) if counted(middle * step) < params else (low, middle)
+    width = min((low * step, high * step), key=lambda w: abs(counted(w) - params))
+    n, row = counted(width), measured(width).row
+    steps = max(1, round(flops / measured(width).flops_per_token(sweep.counting) / row))
+    name = f"run.name={sweep.name}-{flops:.0e}".replace("+", "")
+    config = load_config(sweep.base_file, [*size_words(sweep, keys, 1.0, width), f"train.steps={steps}", name])
+    atomic_write(out, config.yaml())
     summary = (
         f"width {width}, {config.model.n_layers} blocks, N = {n:,} ({n / params - 1:+.1%} of the best), "
         f"{steps:,} steps of {row:,} tokens; look at it with `gramian train {out} --dry-run`"

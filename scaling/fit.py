@@ -41,9 +41,13 @@ class Fit:
         """Natural parameters by name."""
         return {name: float(value) for name, value in self.form.natural(self.theta, self.centre).items()}
 
+    def centred(self, params: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """log N and log D as the form has them."""
+        return np.log(params) - self.centre[0], np.log(tokens) - self.centre[1]
+
     def log_loss(self, params: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         """Predicted log loss at N and D."""
-        return self.form.log_loss(self.theta, np.log(params) - self.centre[0], np.log(tokens) - self.centre[1])[0]
+        return self.form.log_loss(self.theta, *self.centred(params, tokens))[0]
 
     @property
     def condition(self) -> float:

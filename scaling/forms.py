@@ -20,8 +20,8 @@ class Form(ABC):
     """
 
     name: ClassVar[str]
-    names: ClassVar[tuple[str, ...]]  # of the natural parameters; the exponents are the last two
-    exponents: ClassVar[tuple[int, int]]  # places of the exponents among the coordinates
+    names: ClassVar[tuple[str, ...]]  # of the natural parameters
+    exponents: ClassVar[dict[str, int]]  # those of N and of D, with their places among the coordinates
 
     @abstractmethod
     def log_loss(self, theta: np.ndarray, x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -52,7 +52,7 @@ class Hoffmann(Form):
 
     name = "hoffmann"
     names = ("E", "A", "B", "alpha", "beta")
-    exponents = (3, 4)
+    exponents: ClassVar[dict[str, int]] = {"alpha": 3, "beta": 4}
 
     def log_loss(self, theta: np.ndarray, x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """See `Form`."""
@@ -87,7 +87,7 @@ class Kaplan(Form):
 
     name = "kaplan"
     names = ("Nc", "Dc", "alpha_N", "alpha_D")
-    exponents = (2, 3)
+    exponents: ClassVar[dict[str, int]] = {"alpha_N": 2, "alpha_D": 3}
 
     def log_loss(self, theta: np.ndarray, x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """See `Form`."""

@@ -33,7 +33,7 @@ class Draws:
 
     def log_loss(self, params: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         """Predicted log loss of each draw, (draws, n)."""
-        x, y = np.log(params) - self.fit.centre[0], np.log(tokens) - self.fit.centre[1]
+        x, y = self.fit.centred(params, tokens)
         return np.stack([self.fit.form.log_loss(theta, x, y)[0] for theta in self.thetas])
 
     def noise(self, shape: tuple[int, ...]) -> np.ndarray:
@@ -54,18 +54,16 @@ def percentiles(values: np.ndarray) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def bootstrap(points: Points, fit: Fit, n: int, seed: int = 0, resampling: Resampling | None = None) -> Draws:
+def bootstrap(points: Points, fit: Fit, n: int, seed: int = 0) -> Draws:
     """Fit n resampled data sets, each from the optimum.
 
-    Args:
-        resampling: pairs: observations, in whole groups, are drawn with replacement (Efron 1979); residuals: the
-            losses are those that the fit predicts plus residuals drawn so, which keeps the design. None: pairs from 60
-            groups on.
+    From 60 groups on pairs: observations, in whole groups, are drawn with replacement (Efron 1979). Else residuals: the
+    losses are those that the fit predicts plus residuals drawn so, which keeps the design.
     """
     groups = [np.flatnonzero(points.group == name) for name in dict.fromkeys(points.group)]
-    resampling = resampling or ("pairs" if len(groups) >= _FEW else "residuals")
+    resampling: Resampling = "pairs" if len(groups) >= _FEW else "residuals"
     generator = np.random.default_rng(seed)
-    x, y = np.log(points.params) - fit.centre[0], np.log(points.tokens) - fit.centre[1]
+    x, y = fit.centred(points.params, points.tokens)
     z, predicted = np.log(points.loss), np.log(points.loss) + fit.residuals
     thetas = []
     for _ in range(n):
@@ -84,7 +82,8 @@ def profile(points: Points, fit: Fit, place: int) -> tuple[float, float]:
     The rise is compared with chi squared by the tau test of M-estimators: `2 (S - S_min) mean(psi') / mean(psi^2)`
     (Hampel et al. 1986, 7.2). An end that is not found within 60 standard errors is infinite.
     """
-    x, y, z = np.log(points.params) - fit.centre[0], np.log(points.tokens) - fit.centre[1], np.log(points.loss)
+    x, y = fit.centred(points.params, points.tokens)
+    z = np.log(points.loss)
     psi, slope = psi_moments(fit.residuals, fit.delta)
     best, error = float(fit.theta[place]), max(float(fit.standard_errors[place]), 1e-6)
 
@@ -116,7 +115,7 @@ def leave_largest_out(points: Points, form: str, delta: float) -> Extrapolation:
     """Fit all but the largest budget and compare. Raises `UserError` where the rest is too little."""
     largest = points.largest
     rest = points.take(~largest)
-    if not len(rest) or largest.all():
+    if not len(rest):
         raise UserError(f"{points.source}: one budget only, so that none can be left out; add smaller ones")
     refuse_unidentifiable(rest, form)
     fit, held = fit_form(rest, form, delta), points.take(largest)

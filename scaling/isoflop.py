@@ -14,6 +14,8 @@ from common.errors import UserError
 from scaling.checks import distinct
 from scaling.records import Points
 
+_GRID = 200  # amounts of compute at which the envelope is looked at
+
 
 @dataclass(frozen=True)
 class PowerLaw:
@@ -148,8 +150,8 @@ def isoflop_draws(points: Points, found: list[Vertex], n: int, seed: int = 0) ->
     return result
 
 
-def envelope(points: Points, n: int = 200) -> Frontier:
-    """Approach 1: at n amounts of compute the size with least loss, and laws through these.
+def envelope(points: Points) -> Frontier:
+    """Approach 1: at many amounts of compute the size with least loss, and laws through these.
 
     The runs of one size over all their tokens are its curve, interpolated in logarithms. Only compute that two sizes or
     more reach is looked at, and only where the best is neither the smallest nor the largest of these.
@@ -166,7 +168,7 @@ def envelope(points: Points, n: int = 200) -> Frontier:
             f"add runs"
         )
     chosen = []
-    grid = np.linspace(min(c[1][0] for c in curves), max(c[1][-1] for c in curves), n)
+    grid = np.linspace(min(c[1][0] for c in curves), max(c[1][-1] for c in curves), _GRID)
     for log_flops in grid:
         here = [c for c in curves if c[1][0] <= log_flops <= c[1][-1]]
         losses = [float(np.interp(log_flops, c[1], c[2])) for c in here]

@@ -9,7 +9,7 @@ import numpy as np
 
 from common.errors import UserError
 from scaling.intervals import Draws, percentiles
-from scaling.isoflop import Frontier, power_law
+from scaling.isoflop import Frontier, PowerLaw, power_law
 from scaling.records import Points
 
 
@@ -28,7 +28,12 @@ class Estimate:
 
     def plain(self) -> dict[str, float | None]:
         """As JSON, in which an end that is not known is null."""
-        return {key: value if np.isfinite(value) else None for key, value in asdict(self).items()}
+        return {key: finite(value) for key, value in asdict(self).items()}
+
+
+def finite(value: float) -> float | None:
+    """JSON has neither infinity nor NaN."""
+    return value if np.isfinite(value) else None
 
 
 def estimate(value: float, draws: np.ndarray) -> Estimate:
@@ -36,21 +41,15 @@ def estimate(value: float, draws: np.ndarray) -> Estimate:
     return Estimate(float(value), *(percentiles(draws) if len(draws) else (np.nan, np.nan)))
 
 
-@dataclass(frozen=True)
-class ComputeLaw:
-    """`C = factor N^exponent D`: what a token costs, in the convention of the records. 6 and 1 for 6ND."""
+def compute_law(points: Points) -> PowerLaw:
+    """`C / D = factor N^exponent`: what a token costs, in the convention of the records.
 
-    factor: float
-    exponent: float
-
-
-def compute_law(points: Points) -> ComputeLaw:
-    """Fitted to the records: attention, head and embedding make it differ from 6ND."""
+    6 and 1 for 6ND; attention, head and embedding make it differ, and it is fitted.
+    """
     per_token = points.flops / points.tokens
     if np.allclose(per_token, 6 * points.params, rtol=1e-6):
-        return ComputeLaw(6.0, 1.0)
-    law = power_law(points.params, per_token)
-    return ComputeLaw(law.factor, law.exponent)
+        return PowerLaw(6.0, 1.0)
+    return power_law(points.params, per_token)
 
 
 @dataclass(frozen=True)
@@ -63,8 +62,8 @@ class Optimum:
     loss: Estimate  # the interval is of one run's loss, noise included
 
 
-def optimum(points: Points, draws: Draws, flops: float) -> Optimum:
-    """Where the surface is least under `C = k N^s D` (Hoffmann et al. 2022, equation 4, with s = 1):
+def best_use(points: Points, draws: Draws, flops: float) -> tuple[Estimate, Estimate]:
+    """N and D where the surface is least under `C = k N^s D` (Hoffmann et al. 2022, equation 4, with s = 1):
 
     N^(alpha + s beta) = alpha A / (s beta B) (C / k)^beta
     """
@@ -83,15 +82,13 @@ def optimum(points: Points, draws: Draws, flops: float) -> Optimum:
     params, tokens = best(draws.fit.theta)
     drawn_params, drawn_tokens = best(draws.thetas)
     usable = np.isfinite(drawn_params) & np.isfinite(drawn_tokens)
-    x, y = np.log(params) - draws.fit.centre[0], np.log(tokens) - draws.fit.centre[1]
-    value = float(np.exp(draws.fit.form.log_loss(draws.fit.theta, np.array([x]), np.array([y]))[0][0]))
-    losses = draws.log_loss(np.array([params]), np.array([tokens]))[:, 0] + draws.noise((len(draws.thetas),))
-    return Optimum(
-        flops,
-        estimate(float(params), drawn_params[usable]),
-        estimate(float(tokens), drawn_tokens[usable]),
-        estimate(value, np.exp(losses)),
-    )
+    return estimate(float(params), drawn_params[usable]), estimate(float(tokens), drawn_tokens[usable])
+
+
+def optimum(points: Points, draws: Draws, flops: float) -> Optimum:
+    """The best use of a budget, and the loss to expect there."""
+    params, tokens = best_use(points, draws, flops)
+    return Optimum(flops, params, tokens, losses_at(draws, np.array([params.value]), np.array([tokens.value]))[0])
 
 
 def losses_at(draws: Draws, params: np.ndarray, tokens: np.ndarray) -> list[Estimate]:

@@ -19,6 +19,7 @@ from pydantic import Field
 
 from common.config import Config
 from common.errors import UserError
+from common.files import read_json_lines
 
 ParameterCount = Literal["active", "total", "active_non_embedding", "total_non_embedding"]
 FlopCount = Literal["causal", "full_attention", "6nd"]
@@ -67,6 +68,10 @@ class Points:
         """The observations of a boolean mask or of indices, which may repeat."""
         columns = {name: getattr(self, name)[chosen] for name in COLUMNS}
         return replace(self, **columns)
+
+    def by_variant(self) -> dict[str, Points]:
+        """The observations of each variant, in the order of the records."""
+        return {name: self.take(self.variant == name) for name in dict.fromkeys(self.variant.tolist())}
 
     def without_highest(self, n: int) -> Points:
         """All but the n highest losses and what ties with the lowest of these, which is told in the notes."""
@@ -141,13 +146,16 @@ def read_points(
 
 
 def _read_rows(path: Path) -> list[dict[str, Any]]:
+    """Of others' tables every line must be a record; ours may have lines that a crash cut off, which are left out."""
     if not path.is_file():
         raise UserError(f"{path}: no such file; give a .csv or .jsonl of records, or run the sweep first")
     try:
         text = path.read_text(encoding="utf-8-sig")
         if path.suffix == ".csv":
             return list(csv.DictReader(text.splitlines()))
-        rows = [json.loads(line) for line in text.splitlines() if line.strip()]
+        rows = read_json_lines(path)
+        if not (rows and isinstance(rows[0], dict) and "cell" in rows[0]):
+            rows = [json.loads(line) for line in text.splitlines() if line.strip()]
     except (ValueError, csv.Error) as error:
         raise UserError(f"{path}: not a table of records ({error}); give a .csv, or a JSON object a line") from None
     if not all(isinstance(row, dict) for row in rows):

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
+import yaml
 from pydantic import Field, PrivateAttr, ValidationError, field_validator, model_validator
 
 from common.config import Config, apply_overrides, read_tree, validate
@@ -249,7 +250,7 @@ class TrainingConfig(Config):
                 f"set data.seq_len={self.model.max_seq_len} or less, or raise model.max_seq_len"
             )
         vocab_size = self.model.vocab_size
-        n_tokens = self.data.tokenizer.known_size if self.data.reads_corpus else None
+        n_tokens = self.data.known_vocab_size
         if vocab_size is not None and n_tokens is not None and vocab_size < n_tokens:
             raise UserError(
                 f"'model.vocab_size' ({vocab_size}) is smaller than 'data.tokenizer.vocab_size' "
@@ -293,12 +294,11 @@ class TrainingConfig(Config):
     @model_validator(mode="after")
     def _check_shared_matrices(self) -> TrainingConfig:
         model, tp = self.model, self.parallel.tp
-        vocab = model.vocab_size or (self.data.tokenizer.known_size if self.data.reads_corpus else None)
         divided = {
             "model.n_heads": model.n_heads,
             "model.n_kv_heads": model.kv_heads,
             "model.d_ff": model.d_ff,
-            "model.vocab_size": vocab,
+            "model.vocab_size": self.known_vocab_size,
             "data.seq_len": self.data.seq_len,
         }
         for key, size in divided.items():
@@ -351,9 +351,18 @@ class TrainingConfig(Config):
         """The stage of update number `step`, counted from 1; past the end, the last one."""
         return next(stage for stage in reversed(self.plan) if step > stage.first or stage.first == 0)
 
+    @property
+    def known_vocab_size(self) -> int | None:
+        """Rows of the embedding as far as they are known without reading a file."""
+        return self.model.vocab_size or self.data.known_vocab_size
+
     def tree(self) -> dict[str, Any]:
-        """The resolved config as plain data, readable by `load_config` again."""
+        """The resolved config as plain data."""
         return self.model_dump(mode="json")
+
+    def yaml(self) -> str:
+        """The resolved config as a file that `load_config` reads again."""
+        return yaml.safe_dump(self.tree(), sort_keys=False, allow_unicode=True)
 
 
 def load_config(path: Path | str, overrides: Iterable[str] = ()) -> TrainingConfig:

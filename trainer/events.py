@@ -5,14 +5,13 @@ Unlike metrics it is never cut back: what a restart does again was done twice, a
 
 from __future__ import annotations
 
-import json
-import os
+import contextlib
 import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from common.files import read_json_lines
+from common.files import append_json_line, read_json_lines
 
 _TOLD = {"restart": "restart", "stop": "stop", "hang": "hang", "skip": "skipped step"}
 
@@ -25,18 +24,8 @@ class EventLog:
 
     def record(self, event: str, **fields: Any) -> None:
         """Add an event with the time in seconds since 1970. A disk that takes no more ends no run."""
-        line = json.dumps({"time": round(time.time(), 3), "event": event, **fields}) + "\n"
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-            try:
-                size = os.fstat(file).st_size
-                cut_off = size > 0 and os.pread(file, 1, size - 1) != b"\n"
-                os.write(file, ("\n" * cut_off + line).encode())
-            finally:
-                os.close(file)
-        except OSError:
-            return
+        with contextlib.suppress(OSError):
+            append_json_line(self.path, {"time": round(time.time(), 3), "event": event, **fields})
 
     def counts(self) -> str:
         """How many restarts, stops, hangs and skipped steps there were, in words; empty without any."""

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import yaml
 
 from common.checkout import commit_and_diff
 from common.errors import UserError
@@ -112,7 +111,7 @@ def record_start(
         "data_hash": data.data_hash,
         "data_folder": str(data.folder),
     }
-    atomic_write(folder / "config.yaml", yaml.safe_dump(config.tree(), sort_keys=False, allow_unicode=True))
+    atomic_write(folder / "config.yaml", config.yaml())
     if diff:
         atomic_write(folder / "code.diff", diff)
     atomic_write(folder / "provenance.json", json.dumps(record, indent=1))

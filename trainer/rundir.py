@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from common.config import read_tree
 from common.errors import UserError
 from common.files import atomic_write, locked, read_json_lines
@@ -168,7 +166,7 @@ class RunDirectory:
 
     def write_config(self, config: TrainingConfig) -> None:
         """Write the resolved config."""
-        atomic_write(self.config_file, yaml.safe_dump(config.tree(), sort_keys=False, allow_unicode=True))
+        atomic_write(self.config_file, config.yaml())
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """All rows of metrics.jsonl; a last line that a crash cut short is left out."""

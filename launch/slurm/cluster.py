@@ -29,15 +29,17 @@ class ContainerConfig(Config):
         """Options of srun."""
         if self.runtime != "pyxis":
             return []
-        mounts = [*self.mounts, *(f"{folder}:{folder}" for folder in needed)]
-        return [f"--container-image={self.image}", f"--container-mounts={','.join(mounts)}"]
+        return [f"--container-image={self.image}", f"--container-mounts={','.join(self._mounts(needed))}"]
 
     def inside(self, needed: list[str]) -> list[str]:
         """Words before the command."""
         if self.runtime != "apptainer":
             return []
-        mounts = [*self.mounts, *(f"{folder}:{folder}" for folder in needed)]
-        return ["apptainer", "exec", "--nv", *(word for mount in mounts for word in ("--bind", mount)), self.image]
+        binds = [word for mount in self._mounts(needed) for word in ("--bind", mount)]
+        return ["apptainer", "exec", "--nv", *binds, self.image]
+
+    def _mounts(self, needed: list[str]) -> list[str]:
+        return [*self.mounts, *(f"{folder}:{folder}" for folder in needed)]
 
 
 class ClusterConfig(Config):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import subprocess
+import time
 from collections.abc import Iterator
 
 from common.errors import UserError
@@ -59,6 +60,15 @@ def show_jobs(job: str) -> list[dict[str, str]]:
         if "Invalid job id" in str(error):
             return []
         raise
+
+
+def time_of(record: dict[str, str], field: str) -> float:
+    """A time in a record, in seconds since 1970.
+
+    Raises:
+        ValueError: it is not known, or there is none.
+    """
+    return time.mktime(time.strptime(record.get(field, ""), "%Y-%m-%dT%H:%M:%S"))
 
 
 def show_node(name: str) -> dict[str, str]:

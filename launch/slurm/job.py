@@ -14,13 +14,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 from typing import Any, NamedTuple
 
+from common.checkout import read_snapshot
 from common.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_REQUEUE, UserError
-from launch.slurm.control import SlurmError, host_names, show_jobs, show_node, slurm
+from common.files import atomic_write
+from launch.slurm.control import SlurmError, host_names, show_jobs, show_node, slurm, time_of
 from launch.slurm.step import RDZV, shown_meeting_point
 
 FAULTS_TO_EXCLUDE = 2  # by a node
@@ -48,21 +48,21 @@ def decide(outcome: dict[str, Any] | None, code: int, state: str, restarts: int,
         most: how often it may.
     """
     what = outcome["outcome"] if outcome is not None else None
+    own = EXIT_REQUEUE if what == "requeue" else code or EXIT_FAILED
     if what == "done" and code == 0:
         return After(False, 0, "done")
     if cancelled or state.startswith("CANCELLED"):
-        return After(False, EXIT_REQUEUE if what == "requeue" else code or 1, "cancelled")
+        return After(False, own, "cancelled")
     if what == "bad_input":
         return After(False, EXIT_BAD_INPUT, "bad input, which another start would meet again")
     again = what in ("requeue", "hang", None) or (outcome or {}).get("retry") or code >= 128
     if not again:
-        return After(False, code or EXIT_FAILED, "a fault, which another start would meet again")
-    own = {"requeue": EXIT_REQUEUE}.get(what or "", code or EXIT_FAILED)
+        return After(False, own, "a fault, which another start would meet again")
     if restarts >= most:
         return After(
             False, own, f"it was started again {restarts} times, and max_requeues is {most}", what != "requeue"
         )
-    return After(True, own, f"{outcome['reason']}" if outcome else "the step was killed", what != "requeue")
+    return After(True, own, outcome["reason"] if outcome else "the step was killed", what != "requeue")
 
 
 class History:
@@ -106,11 +106,8 @@ class History:
         return sorted(node for node, faults in self.faults.items() if faults >= FAULTS_TO_EXCLUDE)
 
     def _write(self) -> None:
-        self._file.parent.mkdir(parents=True, exist_ok=True)
         record = {"open": self.open, "faults": self.faults, "stuck": self.stuck}
-        partial = self._file.with_suffix(".partial")
-        partial.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        partial.replace(self._file)
+        atomic_write(self._file, json.dumps(record, indent=1) + "\n")
 
 
 def _went_down(node: str, since: float) -> bool:
@@ -119,7 +116,7 @@ def _went_down(node: str, since: float) -> bool:
         record = show_node(node)
         if "DOWN" in record["State"] or "*" in record["State"]:  # the star: it does not answer
             return True
-        return time.mktime(time.strptime(record["SlurmdStartTime"], "%Y-%m-%dT%H:%M:%S")) > since
+        return time_of(record, "SlurmdStartTime") > since
     return False
 
 
@@ -196,31 +193,20 @@ class Job:
 
 def run_step(command: list[str], job: str) -> int:
     """Run srun to its end; the exit code, as a shell counts it. Signals to this script are the step's to heed."""
-    with _noted_signals() as noted:
-        step = subprocess.Popen(command)
-        while True:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                status = step.wait(timeout=0.2)
-                return status if status >= 0 else 128 - status
-            while noted:
-                number = noted.pop(0)
-                # SLURM itself sends SIGTERM to the step too, whenever it sends it here.
-                if number != signal.SIGTERM:
-                    with contextlib.suppress(SlurmError):
-                        slurm("scancel", f"--signal={signal.Signals(number).name.removeprefix('SIG')}", job)
-
-
-@contextlib.contextmanager
-def _noted_signals() -> Iterator[list[int]]:
-    """Signals are listed instead of ending this process."""
     noted: list[int] = []
-
-    def note(number: int, _: FrameType | None) -> None:
-        noted.append(number)
-
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, note)
-    yield noted
+    for heeded in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(heeded, lambda number, _: noted.append(number))
+    step = subprocess.Popen(command)
+    while True:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            status = step.wait(timeout=0.2)
+            return status if status >= 0 else 128 - status
+        while noted:
+            number = noted.pop(0)
+            # SLURM itself sends SIGTERM to the step too, whenever it sends it here.
+            if number != signal.SIGTERM:
+                with contextlib.suppress(SlurmError):
+                    slurm("scancel", f"--signal={signal.Signals(number).name.removeprefix('SIG')}", job)
 
 
 def _state(record: dict[str, str]) -> str:
@@ -232,8 +218,7 @@ def _state(record: dict[str, str]) -> str:
 def _end_time(job: str) -> int | None:
     """When the job's time is over, for SLURMs that do not tell it in the environment; None: never, or not known."""
     with contextlib.suppress(SlurmError, ValueError, IndexError):
-        end = show_jobs(job)[0].get("EndTime", "")
-        return int(time.mktime(time.strptime(end, "%Y-%m-%dT%H:%M:%S")))
+        return int(time_of(show_jobs(job)[0], "EndTime"))
     return None
 
 
@@ -249,12 +234,8 @@ def _node_of(host: str | None, nodes: list[str]) -> str | None:
 
 
 def _commit(code: Path) -> str:
-    try:
-        record = json.loads((code / "snapshot.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return ""
-    changed = ", with changes" if record["diff"] else ""
-    return f" (commit {record['commit'][:12]}{changed})" if record["commit"] else ""
+    commit, diff = read_snapshot(code) or (None, None)
+    return f" (commit {commit[:12]}{', with changes' if diff else ''})" if commit else ""
 
 
 def say(line: str) -> None:

@@ -13,8 +13,8 @@ from launch import PACKAGES, ROOT
 _OURS = {".py", ".yaml"}
 
 
-def take_snapshot(folder: Path) -> str | None:
-    """Copy the packages into `folder`, with the commit and what has changed since; returns the commit."""
+def take_snapshot(folder: Path) -> None:
+    """Copy the packages into `folder`, with the commit and what has changed since."""
     for package in PACKAGES:
         for file in sorted((ROOT / package).rglob("*")):
             if file.suffix in _OURS and "__pycache__" not in file.parts:
@@ -25,4 +25,3 @@ def take_snapshot(folder: Path) -> str | None:
     commit, diff = commit_and_diff(ROOT)
     record = {"commit": commit, "diff": diff, "taken_from": str(ROOT)}
     atomic_write(folder / SNAPSHOT, json.dumps(record, indent=1) + "\n")
-    return commit

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from common.errors import UserError
 from launch.reports import align_right, check_writable, report_console, write_json
-from launch.slurm.control import SlurmError, answering, show_jobs, slurm
+from launch.slurm.control import SlurmError, answering, show_jobs, slurm, time_of
 from launch.slurm.job import CANCEL
 from launch.slurm.submit import submissions
 from trainer.config import load_config
@@ -52,33 +52,34 @@ def run_status(run: Path, lines: int, json_file: str | None) -> None:
 
 def statuses(run: Path) -> list[dict[str, Any]]:
     """What there is to know of a run, or of each run of an array."""
-    elements: dict[str, tuple[str, str, str]] = {}  # a run's name: its folder, its newest job, the log
+    # A run's name: its folder, its newest job, the log, and what SLURM says of the job where that is known.
+    elements: dict[str, tuple[Path, str, str, dict[str, str] | None]] = {}
     for _, record in submissions(run):
         if record["elements"]:
-            asked = _elements_of(record["job"], record["elements"])
+            asked = _elements_of(record["job"])
             for number, name in record["elements"].items():
-                if number in asked or name not in elements:
-                    log = record["log"].replace("*", number)
-                    elements[name] = (str(run.with_name(name)), f"{record['job']}_{number}", log)
+                if not asked or number in asked or name not in elements:
+                    job, log = f"{record['job']}_{number}", record["log"].replace("*", number)
+                    elements[name] = (run.with_name(name), job, log, asked.get(number))
         else:
-            elements[run.name] = (str(run), record["job"], record["log"])
-    return [_status(name, Path(folder), job, log) for name, (folder, job, log) in elements.items()]
+            elements[run.name] = (run, record["job"], record["log"], None)
+    return [_status(name, *of) for name, of in elements.items()]
 
 
-def _elements_of(job: str, names: dict[str, str]) -> set[str]:
-    """Numbers of the elements that a job has; all where SLURM has forgotten it."""
-    found: set[str] = set()
+def _elements_of(job: str) -> dict[str, dict[str, str]]:
+    """Records of the elements that a job has, by their numbers; none where SLURM has forgotten it."""
+    found: dict[str, dict[str, str]] = {}
     for record in show_jobs(job):
         for part in record.get("ArrayTaskId", "").partition("%")[0].split(","):
             first, _, last = part.partition("-")
             if first.isdecimal():
-                found |= {str(number) for number in range(int(first), int(last or first) + 1)}
-    return found or set(names)
+                found |= {str(number): record for number in range(int(first), int(last or first) + 1)}
+    return found
 
 
-def _status(name: str, folder: Path, job: str, log: str) -> dict[str, Any]:
+def _status(name: str, folder: Path, job: str, log: str, known: dict[str, str] | None) -> dict[str, Any]:
     run = RunDirectory(folder)
-    record = job_record(job)
+    record = job_record(job, known)
     rows = [row for row in run.read_metrics() if row.get("loss") is not None]
     outcome = read_outcome(run) if record["state"] in _ENDED or record["state"] == "PENDING" else None
     steps = load_config(run.config_file).train.steps if run.config_file.exists() else None
@@ -99,17 +100,19 @@ def _status(name: str, folder: Path, job: str, log: str) -> dict[str, Any]:
     }
 
 
-def job_record(job: str) -> dict[str, Any]:
-    """State, reason, restarts and time left of a job: by scontrol, later by sacct where there is accounting."""
-    for record in show_jobs(job):
-        end = record.get("EndTime", "")
-        running = record["JobState"] == "RUNNING"
+def job_record(job: str, known: dict[str, str] | None = None) -> dict[str, Any]:
+    """State, reason, restarts and time left of a job: by scontrol, later by sacct where there is accounting.
+
+    Args:
+        known: what scontrol has said of it already.
+    """
+    for record in [known] if known is not None else show_jobs(job):
         reason = record.get("Reason", "None")
         return {
             "state": record["JobState"],
             "reason": "" if reason == "None" or not record["JobState"].startswith("PENDING") else reason,
             "restarts": int(record.get("Restarts", "0")),
-            "left": _left(end) if running else "",
+            "left": _left(record) if record["JobState"] == "RUNNING" else "",
             "nodes": record.get("NodeList", ""),
         }
     try:
@@ -119,12 +122,12 @@ def job_record(job: str) -> dict[str, Any]:
     return {"state": state[0] if state else "gone", "reason": "", "restarts": 0, "left": "", "nodes": ""}
 
 
-def _left(end: str) -> str:
+def _left(record: dict[str, str]) -> str:
     try:
-        seconds = time.mktime(time.strptime(end, "%Y-%m-%dT%H:%M:%S")) - time.time()
+        seconds = max(0, int(time_of(record, "EndTime") - time.time()))
     except ValueError:
         return "no limit"
-    return f"{max(0, int(seconds)) // 3600}:{max(0, int(seconds)) // 60 % 60:02d}:{max(0, int(seconds)) % 60:02d}"
+    return f"{seconds // 3600}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"
 
 
 def run_cancel(run: Path, now: bool) -> None:

@@ -50,15 +50,15 @@ def run_submit(request: Request) -> None:
     cluster = load_cluster(request.cluster, **request.options)
     nproc = request.nproc or max(1, request.gpus_per_node)
     config = load_config(request.config_path, request.overrides)
-    elements = _elements(request)
-    configs = [load_config(request.config_path, [*request.overrides, *words]) for words in elements.values()] or [
-        config
-    ]
+    elements = _elements(request, config.run.name)
+    configs = [load_config(request.config_path, [*request.overrides, *words]) for words in elements.values()]
+    configs = configs or [config]
     layouts = [plan_layout(each, request.nodes * nproc, nproc) for each in configs]
-    for each in configs:
-        run_directory(each).check_config(each)
-        run_directory(each).check_writable()
-    if all(is_finished(each, run_directory(each)) for each in configs):
+    runs = [(each, run_directory(each)) for each in configs]
+    for each, directory in runs:
+        directory.check_config(each)
+        directory.check_writable()
+    if all(is_finished(each, directory) for each, directory in runs):
         raise UserError(
             f"run '{config.run.name}' is finished: all {config.train.steps} steps are made; set train.steps to more, "
             f"or another run.name"
@@ -117,9 +117,8 @@ def _plan_in_words(config: TrainingConfig, layout: Layout, plan: Plan) -> str:
     lines = [f"job    {plan.name}: {plan.nodes} nodes x {plan.nproc} processes", layout.describe()]
     if plan.elements:
         lines[0] += f", array {plan.array}"
-    vocab_size = config.data.tokenizer.known_size if config.data.reads_corpus else config.model.vocab_size
-    if vocab_size is not None or config.model.vocab_size is not None:
-        total = sum(part.total for part in parameter_parts(config.model.with_vocab_size(vocab_size or 0)))
+    if (vocab_size := config.known_vocab_size) is not None:
+        total = sum(part.total for part in parameter_parts(config.model.with_vocab_size(vocab_size)))
         share = layout.dp_shard * layout.tp
         lines.append(
             f"memory {total:,} parameters; weights and gradients in fp32 / {share} = "
@@ -128,7 +127,7 @@ def _plan_in_words(config: TrainingConfig, layout: Layout, plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def _elements(request: Request) -> dict[int, list[str]]:
+def _elements(request: Request, name: str) -> dict[int, list[str]]:
     """Overrides of each element of an array: its own name, and its values of the keys that vary."""
     if not request.vary:
         if request.array is not None:
@@ -144,7 +143,6 @@ def _elements(request: Request) -> dict[int, list[str]]:
     lengths = {len(values) for values in columns.values()}
     if len(lengths) > 1:
         raise UserError(f"--vary: lists of {' and '.join(map(str, sorted(lengths)))} values; give all the same number")
-    name = load_config(request.config_path, request.overrides).run.name
     return {
         number: [
             f"run.name={name}-{number}",

@@ -140,6 +140,15 @@ def test_trunks_end_where_the_last_decay_begins(tmp_path: Path) -> None:
     assert trunks(design(sweep(tmp_path, budgets={"flops": [1e10]}))) == []
 
 
+def test_a_trunk_keeps_its_name_when_a_budget_comes_before_its_own(tmp_path: Path) -> None:
+    """Twelve seeds, so that hashes of all kinds are among the names of cells."""
+    seeds = {"run.seed": list(range(12))}
+    two, three = ({"flops": [*more, 1e10, 4e10]} for more in ([], [5e9]))
+    names = [{trunk.name for trunk in trunks(design(sweep(tmp_path, budgets=b, axes=seeds)))} for b in (two, three)]
+    assert len(names[0]) == 36
+    assert names[0] == names[1]
+
+
 def test_the_largest_budget_is_held_out(tmp_path: Path) -> None:
     cells = design(sweep(tmp_path, hold_out_largest=True))
     assert {cell.budget for cell in cells if cell.held_out} == {repr(4e10)}

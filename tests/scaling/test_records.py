@@ -98,6 +98,8 @@ def test_own_records_by_each_convention(tmp_path: Path) -> None:
     points = read_points(file, {}, Counting(parameters="total_non_embedding", flops="6nd"))
     assert (points.params.tolist(), points.flops.tolist()) == ([38], [6 * 38 * 2000])
     assert read_points(file, {}, Counting(flops="full_attention")).flops.tolist() == [1.6e5]
+    file.write_text(f'{json.dumps(rows[0])}\n{{"cell": "c3", "na\n{json.dumps(rows[1])}\n', encoding="utf-8")
+    assert read_points(file, {}, Counting()).loss.tolist() == [rows[0]["loss"]]  # without what a crash cut off
     file.write_text("".join(json.dumps(row) + "\n" for row in (own(), own(loss=3.1))), encoding="utf-8")
     with pytest.raises(UserError, match="rows 1 and 2 are the same run"):
         read_points(file, {}, Counting())
