@@ -10,21 +10,17 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tests.docs.test_docs import ROOT
 from tests.gang import Gang
 from tests.killing import assert_same_end
 from tests.launch.slurm.cluster import Cluster
 from tests.launch.slurm.consumed import hash_chain, written_down
-from tests.runs import TINY, train_worker
+from tests.runs import train_worker
 from trainer.rundir import RunDirectory
 
-# The MoE quickstart's optimizer and layers on the model of the tests. Engine, ep and optimizer are keys like others.
-HARD = (
-    "model.moe={n_experts: 4, top_k: 2, d_ff: 64, aux_loss_coef: 0.01, z_loss_coef: 0.001}",
-    "optim={name: muon, lr: 0.02, weight_decay: 0.1, adamw: {lr: 0.004, weight_decay: 0.1}}",
-    "parallel.ep=2",
-    "parallel.engine=deepspeed",
-    "parallel.zero_stage=2",
-)
+# The MoE quickstart, its model and its Muon; rows and batches are shorter.
+CONFIG = str(ROOT / "configs" / "moe-quickstart.yaml")
+HARD = ("parallel.ep=2", "parallel.engine=deepspeed", "parallel.zero_stage=2")
 STEPS = 90
 EVENTS = ("preempt", "time limit", "node dies", "requeue")
 
@@ -44,7 +40,7 @@ def keys(corpus: Path, folder: Path, *more: str) -> list[str]:
     return [
         *(f"data.corpus={corpus}", f"run.dir={folder}", "run.name=ordeal", f"train.steps={STEPS}", *HARD),
         *("data.seq_len=32", "train.global_batch_size=16", "train.micro_batch_size=4", "eval.batches=0"),
-        *("checkpoint.every=3", "checkpoint.keep=2", *more),
+        *("log.every=1", "checkpoint.every=3", "checkpoint.keep=2", *more),
     ]
 
 
@@ -52,7 +48,7 @@ def unbroken(gang: Gang, corpus: Path, folder: Path, world: int, *more: str) -> 
     """The same run on processes of this machine, that nothing happens to, and its chain of tokens."""
     folder.mkdir()
     variables = written_down(folder)
-    words = [TINY, *keys(corpus, folder, "checkpoint.every=50", *more)]
+    words = [CONFIG, *keys(corpus, folder, "checkpoint.every=50", *more)]
     assert gang.run(_train, words, variables, world=world) == [0] * world
     return RunDirectory(folder / "ordeal"), hash_chain(folder)
 
@@ -88,7 +84,7 @@ def through(
     folder.mkdir()
     nodes = cluster.file(folder / "cluster.yaml", exclude="n[2-3]")
     job = cluster.submit(
-        *(TINY, "--nodes", "2", "--nproc", nproc, "--time", "30", "--cluster", nodes, *keys(corpus, folder, *more)),
+        *(CONFIG, "--nodes", "2", "--nproc", nproc, "--time", "30", "--cluster", nodes, *keys(corpus, folder, *more)),
         **written_down(folder),
         OMP_NUM_THREADS="1",
     )

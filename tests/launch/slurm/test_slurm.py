@@ -178,7 +178,7 @@ def test_one_run_of_an_array_fails_and_is_submitted_alone(cluster: Cluster, jobs
 
 
 def test_the_hard_case(jobs: Jobs, unbroken: tuple[RunDirectory, list[str]]) -> None:
-    """A model with experts under Muon is preempted, and a node dies in a save."""
+    """The MoE quickstart under DeepSpeed is preempted, and a node dies in a save."""
     came = jobs.hard.result()
     ordeal.assert_unharmed(came, *unbroken)
     assert sorted(event["event"] for event in came.met) == ["node dies", "preempt"]
