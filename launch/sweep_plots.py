@@ -113,7 +113,7 @@ def draw_variants(analyses: dict[str, Analysis], picture: Path) -> None:
         if frontier is None:
             continue
         grid = np.geomspace(frontier.flops.min(), frontier.flops.max(), 50)
-        drawn: Any = [[one.loss.at(c) for c in grid] for one in analysis.frontier_draws]
+        drawn: Any = [[one.loss.at(c) for c in grid] for one in analysis.frontier_draws["isoflop"]]
         if drawn:
             low, high = np.percentile(np.array(drawn), [2.5, 97.5], axis=0)
             axes.fill_between(grid, low, high, color=colour, alpha=_BAND, linewidth=0)

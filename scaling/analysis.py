@@ -12,7 +12,17 @@ from common.errors import UserError
 from scaling.checks import refuse_undetermined, refuse_unidentifiable, warnings
 from scaling.fit import DELTA, Fit, fit_form
 from scaling.intervals import Draws, Extrapolation, bootstrap, leave_largest_out, profile
-from scaling.isoflop import Frontier, SettingLaw, Vertex, envelope, isoflop, isoflop_draws, setting_law, vertices
+from scaling.isoflop import (
+    Frontier,
+    SettingLaw,
+    Vertex,
+    envelope,
+    envelope_draws,
+    isoflop,
+    isoflop_draws,
+    setting_law,
+    vertices,
+)
 from scaling.predict import Estimate, estimate, finite, multiplier
 from scaling.records import Points
 
@@ -50,14 +60,14 @@ class Analysis:
     surfaces: dict[str, Surface] = field(default_factory=dict)  # by form
     frontiers: dict[str, Frontier] = field(default_factory=dict)  # envelope, isoflop
     vertices: list[Vertex] = field(default_factory=list)
-    frontier_draws: list[Frontier] = field(default_factory=list)  # of isoflop
+    frontier_draws: dict[str, list[Frontier]] = field(default_factory=dict)  # of the same; empty: not to be had
     settings: dict[str, SettingLaw] = field(default_factory=dict)  # lr, batch
     refused: dict[str, str] = field(default_factory=dict)  # approach to reason
     warnings: list[str] = field(default_factory=list)
 
     def exponent(self, approach: str) -> Estimate:
         """Of N against C, by `envelope` or `isoflop`."""
-        drawn = [f.params.exponent for f in self.frontier_draws] if approach == "isoflop" else []
+        drawn = [f.params.exponent for f in self.frontier_draws[approach]]
         return estimate(self.frontiers[approach].params.exponent, np.array(drawn))
 
     def plain(self) -> dict[str, Any]:
@@ -122,11 +132,13 @@ def analyse(points: Points, settings: Settings, may_be_empty: bool = False) -> A
 
     if "1" in wanted and (frontier := try_("envelope", lambda: envelope(best))):
         result.frontiers["envelope"] = frontier
+        result.frontier_draws["envelope"] = envelope_draws(best, settings.bootstrap, settings.seed)
     if "2" in wanted and (pair := try_("isoflop", lambda: _isoflop(best))):
         result.vertices, frontier = pair
         result.frontiers["isoflop"] = frontier
-        result.frontier_draws = isoflop_draws(best, result.vertices, settings.bootstrap, settings.seed)
-        result.warnings += _isoflop_warnings(result.vertices, frontier, bool(result.frontier_draws))
+        drawn = isoflop_draws(best, result.vertices, settings.bootstrap, settings.seed)
+        result.frontier_draws["isoflop"] = drawn
+        result.warnings += _isoflop_warnings(result.vertices, frontier, bool(drawn))
     if "3" in wanted and (surface := try_("hoffmann", lambda: _surface(best, "hoffmann", settings))):
         result.surfaces["hoffmann"] = surface
     if "kaplan" in wanted and (surface := try_("kaplan", lambda: _surface(best, "kaplan", settings))):
@@ -189,6 +201,6 @@ def multipliers(analyses: dict[str, Analysis], reference: str) -> dict[str, Esti
             continue
         frontiers = theirs.frontiers["isoflop"], ours.frontiers["isoflop"]
         flops = float(min(frontier.flops.max() for frontier in frontiers))
-        pairs = list(zip(theirs.frontier_draws, ours.frontier_draws, strict=False))
+        pairs = list(zip(*(one.frontier_draws["isoflop"] for one in (theirs, ours)), strict=False))
         found[name] = multiplier(*frontiers, pairs, flops)
     return found

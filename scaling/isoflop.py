@@ -7,6 +7,7 @@ not: approach 2 is biased wherever the sizes of a budget lie unevenly around its
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -150,37 +151,74 @@ def isoflop_draws(points: Points, found: list[Vertex], n: int, seed: int = 0) ->
     return result
 
 
-def envelope(points: Points) -> Frontier:
-    """Approach 1: at many amounts of compute the size with least loss, and laws through these.
+class _Curves(NamedTuple):
+    """The runs of each size over all their tokens, interpolated in logarithms at the same amounts of compute.
 
-    The runs of one size over all their tokens are its curve, interpolated in logarithms. Only compute that two sizes or
-    more reach is looked at, and only where the best is neither the smallest nor the largest of these.
+    Sizes ascend; where a size has no runs on either side its values are NaN.
     """
+
+    log_flops_C: np.ndarray
+    log_params_S: np.ndarray
+    log_loss_SC: np.ndarray
+    log_tokens_SC: np.ndarray
+
+
+def _curves(points: Points) -> _Curves:
     curves = []
     for size in sorted(set(points.params.tolist())):
         rows = np.flatnonzero(points.params == size)
         rows = rows[np.argsort(points.flops[rows])]
         if distinct(points.flops[rows]) >= 2:
-            curves.append((size, np.log(points.flops[rows]), np.log(points.loss[rows]), np.log(points.tokens[rows])))
+            curves.append((np.log(size), *(np.log(of[rows]) for of in (points.flops, points.loss, points.tokens))))
     if len(curves) < 3:
         raise UserError(
             f"{points.source}: {len(curves)} sizes with two or more numbers of tokens, and an envelope needs three; "
             f"add runs"
         )
-    chosen = []
     grid = np.linspace(min(c[1][0] for c in curves), max(c[1][-1] for c in curves), _GRID)
-    for log_flops in grid:
-        here = [c for c in curves if c[1][0] <= log_flops <= c[1][-1]]
-        losses = [float(np.interp(log_flops, c[1], c[2])) for c in here]
-        if len(here) < 3 or (best := int(np.argmin(losses))) in (0, len(here) - 1):
+    losses, tokens = (
+        np.stack([np.interp(grid, c[1], c[of], left=np.nan, right=np.nan) for c in curves]) for of in (2, 3)
+    )
+    return _Curves(grid, np.array([c[0] for c in curves]), losses, tokens)
+
+
+def _lowest(source: str, curves: _Curves, sizes: np.ndarray) -> Frontier:
+    """The envelope of some sizes, given by their ascending places among `curves`."""
+    losses_SC = curves.log_loss_SC[sizes]
+    here_SC = np.isfinite(losses_SC)
+    best_C = np.where(here_SC, losses_SC, np.inf).argmin(0)
+    first_C, last_C = here_SC.argmax(0), len(sizes) - 1 - here_SC[::-1].argmax(0)
+    chosen = np.flatnonzero((here_SC.sum(0) >= 3) & (first_C < best_C) & (best_C < last_C))
+    rows = sizes[best_C[chosen]]
+    if len(set(rows.tolist())) < 2:
+        raise UserError(f"{source}: the envelope meets fewer than two sizes between others; add sizes or budgets")
+    of_best = curves.log_params_S[rows], curves.log_tokens_SC[rows, chosen], curves.log_loss_SC[rows, chosen]
+    return _frontier(source, *(np.exp(values) for values in (curves.log_flops_C[chosen], *of_best)))
+
+
+def envelope(points: Points) -> Frontier:
+    """Approach 1: at many amounts of compute the size with least loss, and laws through these.
+
+    Only compute that three sizes or more reach is looked at, and only where the best is neither the smallest nor the
+    largest of these.
+    """
+    curves = _curves(points)
+    return _lowest(points.source, curves, np.arange(len(curves.log_params_S)))
+
+
+def envelope_draws(points: Points, n: int, seed: int = 0) -> list[Frontier]:
+    """Approach 1 of sizes drawn with replacement, each with its curve (Hoffmann et al. 2022 draw 80% of the runs).
+
+    Empty where half of the draws or more have no envelope: what is left would be of those alone that agree.
+    """
+    curves, generator, result = _curves(points), np.random.default_rng(seed), []
+    for _ in range(n):
+        sizes = np.unique(generator.integers(len(curves.log_params_S), size=len(curves.log_params_S)))
+        try:
+            result.append(_lowest(points.source, curves, sizes))
+        except UserError:
             continue
-        size, flops, _, tokens = here[best]
-        chosen.append((log_flops, np.log(size), np.interp(log_flops, flops, tokens), losses[best]))
-    if len({row[1] for row in chosen}) < 2:
-        raise UserError(
-            f"{points.source}: the envelope meets fewer than two sizes between others; add sizes or budgets"
-        )
-    return _frontier(points.source, *np.exp(np.array(chosen)).T)
+    return result if 2 * len(result) > n else []
 
 
 @dataclass(frozen=True)

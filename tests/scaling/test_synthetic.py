@@ -12,9 +12,10 @@ from scaling.analysis import Settings, analyse, multipliers
 from scaling.checks import warnings
 from scaling.fit import fit_form
 from scaling.forms import FORMS
-from scaling.intervals import bootstrap, leave_largest_out, profile
-from scaling.isoflop import envelope, isoflop, setting_law, vertices
+from scaling.intervals import bootstrap, leave_largest_out, percentiles, profile
+from scaling.isoflop import envelope, envelope_draws, isoflop, setting_law, vertices
 from scaling.predict import losses_at, optimum
+from scaling.records import Points
 from tests.scaling.coverage import coverage
 from tests.scaling.data import TRUE, points, surface, synthetic
 
@@ -149,19 +150,44 @@ def test_expected_losses_include_the_noise_of_a_run() -> None:
     assert 0.012 < one.half_width < 0.03  # of the noise alone it would be 0.0196
 
 
-def test_isoflop_and_envelope_find_exponents_of_a_symmetric_surface() -> None:
+def symmetric(sizes: int, budgets: int, noise: float = 0.0, seed: int = 0) -> Points:
     """With alpha = beta and A = B the optimum is at N = D, and approach 2 has no bias."""
-    size, flops = (a.ravel() for a in np.meshgrid(np.geomspace(1e7, 1e9, 41), np.geomspace(6e15, 6e17, 15)))
+    size, flops = (a.ravel() for a in np.meshgrid(np.geomspace(1e7, 1e9, sizes), np.geomspace(6e15, 6e17, budgets)))
     tokens = flops / (6 * size)
     near = (tokens / size > 0.02) & (tokens / size < 50)
     size, tokens = size[near], tokens[near]
     law = {"E": 1.0, "A": 100.0, "B": 100.0, "alpha": 0.3, "beta": 0.3}
-    data = points(size, tokens, surface(size, tokens, law))
+    factors = np.exp(noise * np.random.default_rng(seed).normal(size=len(size)))
+    return points(size, tokens, surface(size, tokens, law) * factors)
+
+
+def test_isoflop_and_envelope_find_exponents_of_a_symmetric_surface() -> None:
+    data = symmetric(41, 15)
     frontier = isoflop(data, vertices(data))
     assert frontier.params.exponent == pytest.approx(0.5, abs=0.002)
     assert frontier.tokens.exponent == pytest.approx(0.5, abs=0.002)
     assert frontier.best_params[-1] == pytest.approx((frontier.flops[-1] / 6) ** 0.5, rel=0.02)
     assert envelope(data).params.exponent == pytest.approx(0.5, abs=0.05)
+
+
+def test_intervals_of_the_envelope_cover_the_truth() -> None:
+    """More often than 95%: a size that is not drawn takes its neighbours' place away too."""
+    covered, half_widths = [], []
+    for seed in range(20):
+        data = symmetric(15, 9, 0.01, seed)
+        ends = percentiles(np.array([one.params.exponent for one in envelope_draws(data, 200)]))
+        covered.append(ends[0] <= 0.5 <= ends[1])
+        half_widths.append((ends[1] - ends[0]) / 2)
+    assert sum(covered) >= 18
+    assert np.median(half_widths) < 0.2
+
+
+def test_an_envelope_of_four_sizes_has_no_interval() -> None:
+    """Hardly a draw of four sizes has all of them, and of fewer at most one lies between others."""
+    data = symmetric(15, 9)
+    of_few = data.take(np.isin(data.params, sorted(set(data.params.tolist()))[5:9]))
+    assert envelope(of_few).params.exponent > 0
+    assert envelope_draws(of_few, 100) == []
 
 
 def test_isoflop_is_biased_where_sizes_lie_to_one_side() -> None:
