@@ -39,7 +39,7 @@ def run_report(source: Source, settings: Settings, out: Path | None) -> None:
 
         sweep_folder = SweepFolder(source.config.folder)
         folder, title = out or sweep_folder.path / "report", f"Sweep {source.config.name}"
-        held_out = _held_out(sweep_folder.predictions(), sweep_folder.records())
+        held_out = _held_out(sweep_folder.predictions(), sweep_folder.records(), analyses)
     assert folder is not None
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -88,22 +88,40 @@ def _page(title: str, analyses: dict[str, Analysis], folder: Path, held_out: str
     return f"<!doctype html><html lang=en><head>{opening}<style>{_STYLE}</style></head><body>{body}</body></html>\n"
 
 
-def _held_out(said: dict[str, dict[str, Any]], records: dict[str, dict[str, Any]]) -> str:
-    """What was said of the largest budget before it was run, beside what came out."""
+def _held_out(
+    said: dict[str, dict[str, Any]], records: dict[str, dict[str, Any]], analyses: dict[str, Analysis]
+) -> str:
+    """What was said of the largest budget before it was run, beside what came out: of its least loss, and of runs."""
     if not said:
         return ""
-    rows, refused = [], {}
+    rows, refused, least = [], {}, {}
     for cell, one in said.items():
         if "refused" in one:
             refused[one["variant"]] = one["refused"]
             continue
+        if "least" in one:
+            least[one["variant"]] = _least(one["variant"], one["least"], analyses.get(one["variant"]))
         loss = records.get(cell, {}).get("loss")
         outcome = ("not run", "") if loss is None else (f"{loss:.4f}", f"{one['value'] / loss - 1:+.2%}")
         interval = between(one["low"], one["high"], ".4f")
         rows.append((records.get(cell, {}).get("name", cell), f"{one['value']:.4f}", interval, *outcome))
     lines = [_line(Line(f"{name} refused: {reason}", True)) for name, reason in refused.items()]
-    table = _table(Rows(("run", "predicted", "95%", "loss", "predicted over loss"), rows)) if rows else ""
-    return "".join(["<h2>The largest budget, predicted before it was run</h2>", *lines, table])
+    of_least = Rows(("least loss", "predicted", "95%", "by the parabola", "predicted over it"), list(least.values()))
+    of_runs = Rows(("run", "predicted", "95%, with its noise", "loss", "predicted over loss"), rows)
+    tables = [_table(table) for table in (of_least, of_runs) if table.rows]
+    return "".join(["<h2>The largest budget, predicted before it was run</h2>", *lines, *tables])
+
+
+def _least(name: str, said: dict[str, Any], analysis: Analysis | None) -> tuple[str, ...]:
+    """The prediction of a budget's least loss beside that of the parabola through its runs."""
+    loss = said["loss"]
+    found = (
+        [v.loss for v in analysis.vertices if v.usable and np.isclose(v.flops, said["flops"], rtol=0.05)]
+        if analysis
+        else []
+    )
+    outcome = (f"{found[0]:.4f}", f"{loss['value'] / found[0] - 1:+.2%}") if found else ("not known", "")
+    return (name or "all", f"{loss['value']:.4f}", between(loss["low"], loss["high"], ".4f"), *outcome)
 
 
 def _records(name: str, analysis: Analysis) -> str:

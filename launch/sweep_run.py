@@ -24,7 +24,7 @@ from launch.sweep_tasks import Result, SweepFolder, Task, plan_tasks, record_of
 from launch.sweep_told import with_interval
 from scaling.analysis import Settings, analyse
 from scaling.design import Cell, design
-from scaling.predict import losses_at
+from scaling.predict import losses_at, optimum, plain_optimum
 from scaling.records import read_points
 from scaling.sweepfile import SweepConfig, load_sweep
 
@@ -162,8 +162,13 @@ def predict_held_out(
             said |= {cell.id: {**common, "refused": str(error)} for cell in of_variant}
             console.print(f"predict  {name or 'largest budget'} refused: {error}", markup=False)
             continue
-        sizes = np.array([cell.counted(sweep.counting)[0] for cell in of_variant], dtype=float)
+        sizes, flops = np.array([cell.counted(sweep.counting) for cell in of_variant], dtype=float).T
         tokens = np.array([cell.tokens for cell in of_variant], dtype=float)
+        least = optimum(points.take(points.variant == name), surface.draws, float(np.median(flops)), of_run=False)
+        common["least"] = plain_optimum(least)
+        console.print(
+            f"predict  {name or 'largest budget'}: least loss {with_interval(least.loss, '.4f')}", markup=False
+        )
         for cell, one in zip(of_variant, losses_at(surface.draws, sizes, tokens), strict=True):
             said[cell.id] = {**common, **one.plain()}
             console.print(f"predict  {cell.name}: loss {with_interval(one, '.4f')}", markup=False)

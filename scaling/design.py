@@ -245,7 +245,7 @@ def write_config_for(sweep: SweepConfig, variant: str, flops: float, params: flo
     def counted(width: int) -> int:
         return measured(width).counts[sweep.counting.parameters]
 
-    step = sweep.sizes.head_dim
+    step = sweep.sizes.step
     low, high = 1, 2
     while counted(high * step) < params and high < 4096:
         low, high = high, 2 * high

@@ -59,7 +59,7 @@ class Optimum:
     flops: float
     params: Estimate
     tokens: Estimate
-    loss: Estimate  # the interval is of one run's loss, noise included
+    loss: Estimate
 
 
 def best_use(points: Points, draws: Draws, flops: float) -> tuple[Estimate, Estimate]:
@@ -85,16 +85,18 @@ def best_use(points: Points, draws: Draws, flops: float) -> tuple[Estimate, Esti
     return estimate(float(params), drawn_params[usable]), estimate(float(tokens), drawn_tokens[usable])
 
 
-def optimum(points: Points, draws: Draws, flops: float) -> Optimum:
-    """The best use of a budget, and the loss to expect there."""
+def optimum(points: Points, draws: Draws, flops: float, of_run: bool = True) -> Optimum:
+    """The best use of a budget, and the loss to expect there: `losses_at`."""
     params, tokens = best_use(points, draws, flops)
-    return Optimum(flops, params, tokens, losses_at(draws, np.array([params.value]), np.array([tokens.value]))[0])
+    (loss,) = losses_at(draws, np.array([params.value]), np.array([tokens.value]), of_run)
+    return Optimum(flops, params, tokens, loss)
 
 
-def losses_at(draws: Draws, params: np.ndarray, tokens: np.ndarray) -> list[Estimate]:
-    """The loss to expect of runs at given N and D, noise of a run included."""
+def losses_at(draws: Draws, params: np.ndarray, tokens: np.ndarray, of_run: bool = True) -> list[Estimate]:
+    """The loss to expect at given N and D: of one run, noise included, or of the surface, as the mean of many runs."""
     values = np.exp(draws.fit.log_loss(params, tokens))
-    drawn = np.exp(draws.log_loss(params, tokens) + draws.noise((len(draws.thetas), len(params))))
+    noise = draws.noise((len(draws.thetas), len(params))) if of_run else 0.0
+    drawn = np.exp(draws.log_loss(params, tokens) + noise)
     return [estimate(float(value), column) for value, column in zip(values, drawn.T, strict=True)]
 
 

@@ -17,7 +17,17 @@ class SizesConfig(Config):
     """A family of models that differ in width, and in all that follows from it by a rule."""
 
     widths: list[int] = Field(description="`model.d_model` of each size, each a multiple of head_dim.")
-    head_dim: int = Field(64, ge=2, description="Width of one head, the same in all: n_heads = width / head_dim.")
+    head_dim: int | None = Field(
+        None,
+        ge=2,
+        description="Width of one head, the same in all: n_heads = width / head_dim; absent: 64, or by `heads`.",
+    )
+    heads: int | None = Field(
+        None,
+        ge=1,
+        description="n_heads, the same in all, which grow instead: for widths of which head_dim would be too small a "
+        "part. Not with `lr.transfer: mup`, whose scores expect one head_dim.",
+    )
     layers: int | None = Field(None, ge=1, description="Blocks, the same in all; absent: by `aspect`.")
     aspect: float | None = Field(
         None,
@@ -35,14 +45,26 @@ class SizesConfig(Config):
             raise ValueError("'layers' and 'aspect' both say how deep models are; remove one of them")
         if not self.widths or len(set(self.widths)) < len(self.widths):
             raise ValueError(f"'widths' must be different numbers, got {self.widths}")
+        if self.heads is not None and self.head_dim is not None:
+            raise ValueError("'heads' and 'head_dim' both say how many heads there are; remove one of them")
         for width in self.widths:
-            if width < 1 or width % self.head_dim:
-                raise ValueError(f"'widths' has {width}, which is no multiple of head_dim={self.head_dim}")
+            if width < 1 or width % self.step:
+                of = (
+                    f"head_dim={self.step}"
+                    if self.heads is None
+                    else f"{self.step}, for {self.heads} heads of even width"
+                )
+                raise ValueError(f"'widths' has {width}, which is no multiple of {of}")
         return self
+
+    @property
+    def step(self) -> int:
+        """What widths are multiples of."""
+        return self.head_dim or 64 if self.heads is None else 2 * self.heads
 
     def model(self, width: int) -> dict[str, Any]:
         """The `model` keys of one width."""
-        heads = width // self.head_dim
+        heads = self.heads or width // self.step
         layers = self.layers or max(1, round(width / (self.aspect or 64.0)))
         kv = heads // self.heads_per_kv if heads % self.heads_per_kv == 0 else heads
         d_ff = 8 * max(1, round(self.d_ff * width / 8))
@@ -157,6 +179,8 @@ class SweepConfig(Config):
         for key, values in self.axes.items():
             if not values or "." not in key:
                 raise ValueError(f"axes: '{key}' must be a dotted key with a list of values, like optim.lr: [1.0e-3]")
+        if self.sizes.heads is not None and self.lr.transfer == "mup":
+            raise ValueError("'lr.transfer: mup' wants heads of one width; give 'sizes.head_dim' in place of 'heads'")
         if self.hold_out_largest and len(self.budgets.values) < 2:
             raise ValueError("'hold_out_largest' needs a budget beside the largest; add one to budgets")
         return self

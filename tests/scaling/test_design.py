@@ -58,6 +58,9 @@ def test_the_family_follows_its_rule(tmp_path: Path) -> None:
         for cell in design(sweep(tmp_path, sizes=sizes, budgets={"tokens": [1e5]}))
     }
     assert shapes == {32: [1, 2, 1, 88], 64: [2, 4, 2, 176], 160: [5, 10, 5, 432]}
+    of_heads = sweep(tmp_path, sizes={"widths": [20, 36], "layers": 1, "heads": 2}, budgets={"tokens": [1e5]})
+    models = [cell.config.model for cell in design(of_heads)]
+    assert [(model.n_heads, model.kv_heads, model.d_head) for model in models] == [(2, 2, 10), (2, 2, 18)]
 
 
 @pytest.mark.parametrize("parameters", ["active", "active_non_embedding"])
@@ -174,6 +177,12 @@ def test_a_config_for_a_budget(tmp_path: Path) -> None:
     [
         ({"sizes": {"widths": [16, 20], "head_dim": 16}}, "'widths' has 20, which is no multiple of head_dim=16"),
         ({"sizes": {"widths": [16], "layers": 2, "aspect": 8, "head_dim": 16}}, "both say how deep models are"),
+        ({"sizes": {"widths": [16], "heads": 2, "head_dim": 8}}, "'heads' and 'head_dim' both say"),
+        (
+            {"sizes": {"widths": [16, 18], "heads": 2}},
+            "'widths' has 18, which is no multiple of 4, for 2 heads of even",
+        ),
+        ({"sizes": {"widths": [16], "heads": 2}, "lr": {"transfer": "mup"}}, "'lr.transfer: mup' wants heads of one"),
         ({"sizes": {"widths": [16, 16], "head_dim": 16}}, "'widths' must be different numbers"),
         ({"budgets": {"flops": [1e9], "tokens": [1e5]}}, "give one of flops, tokens_per_parameter and tokens"),
         ({"budgets": {}}, "got none"),
