@@ -152,7 +152,8 @@ def size_words(sweep: SweepConfig, keys: Mapping[str, Any], factor: float, width
             words += [f"optim.adamw.lr={config.optim.adamw.lr * factor!r}"]
         if sweep.lr.transfer == "mup":
             base = sweep.lr.base_width or min(sweep.sizes.widths)
-            words += [f"{key}={_word(value)}" for key, value in transferred(config, base).items()]
+            keys = transferred(config, base, heads_grow=sweep.sizes.heads is not None)
+            words += [f"{key}={_word(value)}" for key, value in keys.items()]
     return tuple(words)
 
 

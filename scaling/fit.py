@@ -12,12 +12,16 @@ from dataclasses import dataclass
 
 import numpy as np
 from scipy.optimize import minimize, nnls
+from threadpoolctl import threadpool_limits
 
 from common.errors import UserError
 from scaling.forms import FORMS, Form
 from scaling.records import Points
 
 DELTA = 1e-3  # of the Huber loss, in log loss, as Hoffmann et al. have it
+# Products here are of some hundred numbers: threads of a linear-algebra library wait for each other longer than they
+# work, on a machine with other work thirty times as long.
+one_thread = threadpool_limits.wrap(limits=1, user_api="blas")
 _SAME_OPTIMUM = 1e-4  # relative difference of objectives within which a start has reached the best one
 Z = 1.959964  # of a 95% interval of the normal distribution
 
@@ -77,6 +81,7 @@ def psi_moments(residuals: np.ndarray, delta: float) -> tuple[float, float]:
     return float(np.minimum(size, delta).__pow__(2).mean()), max(slope, 1e-12)
 
 
+@one_thread
 def fit_form(
     points: Points, form: str = "hoffmann", delta: float = DELTA, starts: Iterable[tuple[float, ...]] | None = None
 ) -> Fit:

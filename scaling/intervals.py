@@ -10,7 +10,7 @@ from scipy.optimize import brentq
 
 from common.errors import UserError
 from scaling.checks import refuse_unidentifiable
-from scaling.fit import Fit, fit_form, minimise, psi_moments
+from scaling.fit import Fit, fit_form, minimise, one_thread, psi_moments
 from scaling.records import Points
 
 Resampling = Literal["pairs", "residuals"]
@@ -54,6 +54,7 @@ def percentiles(values: np.ndarray) -> tuple[float, float]:
     return float(low), float(high)
 
 
+@one_thread
 def bootstrap(points: Points, fit: Fit, n: int, seed: int = 0) -> Draws:
     """Fit n resampled data sets, each from the optimum.
 
@@ -76,6 +77,7 @@ def bootstrap(points: Points, fit: Fit, n: int, seed: int = 0) -> Draws:
     return Draws(fit, np.stack(thetas), resampling, seed)
 
 
+@one_thread
 def profile(points: Points, fit: Fit, place: int) -> tuple[float, float]:
     """95% interval of a coordinate by the profile: where the least objective with it held fixed rises too far.
 

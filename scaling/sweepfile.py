@@ -25,8 +25,8 @@ class SizesConfig(Config):
     heads: int | None = Field(
         None,
         ge=1,
-        description="n_heads, the same in all, which grow instead: for widths of which head_dim would be too small a "
-        "part. Not with `lr.transfer: mup`, whose scores expect one head_dim.",
+        description="n_heads, the same in all, so that heads grow instead: for small widths. `lr.transfer: mup` then "
+        "divides scores by their width and not its root.",
     )
     layers: int | None = Field(None, ge=1, description="Blocks, the same in all; absent: by `aspect`.")
     aspect: float | None = Field(
@@ -179,8 +179,6 @@ class SweepConfig(Config):
         for key, values in self.axes.items():
             if not values or "." not in key:
                 raise ValueError(f"axes: '{key}' must be a dotted key with a list of values, like optim.lr: [1.0e-3]")
-        if self.sizes.heads is not None and self.lr.transfer == "mup":
-            raise ValueError("'lr.transfer: mup' wants heads of one width; give 'sizes.head_dim' in place of 'heads'")
         if self.hold_out_largest and len(self.budgets.values) < 2:
             raise ValueError("'hold_out_largest' needs a budget beside the largest; add one to budgets")
         return self

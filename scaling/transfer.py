@@ -13,12 +13,16 @@ from trainer.config import TrainingConfig
 _ELEMENTWISE = ("adamw", "adam", "adagrad", "rmsprop", "soap")
 
 
-def transferred(config: TrainingConfig, base_width: int) -> dict[str, Any]:
+def transferred(config: TrainingConfig, base_width: int, heads_grow: bool = False) -> dict[str, Any]:
     """Keys that make a config of any width follow that of `base_width`.
 
     Initial values are the model's (`model.mup_base_width`): hidden matrices by 1 / sqrt(width), head and routers by
     1 / width, embeddings not at all. Learning rates, where AdamW makes the steps: hidden matrices, head and routers by
     1 / width; embeddings and vectors not at all.
+
+    Args:
+        heads_grow: that the family has a number of heads and not their width. Scores, whose queries and keys come to
+            agree, then are divided by the width of a head and not by its root (definition 4.1).
 
     Raises:
         UserError: an optimizer without such a rule, a head that shares the embedding's matrix.
@@ -41,4 +45,6 @@ def transferred(config: TrainingConfig, base_width: int) -> dict[str, Any]:
     scales = {"hidden_matrix": hidden, "expert_matrix": hidden, "head": ratio, "router": ratio}
     given = {role: optim.lr_scale_of(role) for role in scales}
     roles = {f"optim.roles.{role}.lr_scale": given[role] * scale for role, scale in scales.items()}
-    return {"model.mup_base_width": base_width, **roles}
+    # The root of a head's width at the base over that width here.
+    scores = {"model.attention_scale": (ratio / config.model.d_head) ** 0.5} if heads_grow else {}
+    return {"model.mup_base_width": base_width, **scores, **roles}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import shutil
@@ -10,9 +11,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from launch.sweep_fit import Source
 from launch.sweep_report import run_report
+from launch.sweep_run import predict_held_out
 from launch.sweep_tasks import SweepFolder
 from scaling.analysis import Settings
 from scaling.design import design
@@ -114,15 +117,32 @@ def test_a_sweep_is_fitted_from_its_records_alone(tmp_path: Path, gramian: Calla
         "[5.0e+9, 1.5e+10]", "[5e9, 1e10, 2e10, 4e10, 8e10]"
     )
     file.write_text(text, encoding="utf-8")
-    folder, cells = SweepFolder(tmp_path / "law"), design(load_sweep(file))
+    sweep = load_sweep(file)
+    folder, cells = SweepFolder(tmp_path / "law"), design(sweep)
+    held_out = [cell for cell in cells if cell.held_out]
     law = {"E": 1.0, "A": 40.0, "B": 60.0, "alpha": 0.35, "beta": 0.3}
-    for i, cell in enumerate(cells):
+    for i, cell in enumerate(cells):  # the largest budget comes last
+        if cell is held_out[0]:
+            predict_held_out(Console(file=io.StringIO()), sweep, folder, held_out, set(folder.records()))
         loss = float(surface(np.array([cell.params["active"]]), np.array([cell.tokens]), law)[0])
         record = {"cell": cell.id, "name": cell.name, "variant": "", "budget": cell.budget, "group": f"w{cell.width}"}
         record |= {"params": cell.params, "tokens": cell.tokens, "flops": cell.flops, "lr": 1e-3, "batch": 2048}
         folder.append({**record, "loss": loss * (1 + 0.001 * (-1) ** i), "flops_per_second": 1e9})
-    said = {cell.id: {"variant": "", "value": 2.0, "low": 1.9, "high": 2.1} for cell in cells if cell.held_out}
-    folder.prediction_file.write_text(json.dumps(said), encoding="utf-8")
+    said = folder.predictions()
+    assert said.keys() == {cell.id for cell in held_out}
+    cost = np.array(sorted((c.params["active"], c.flops["causal"] / c.tokens) for c in cells))
+    sizes = np.geomspace(cost[0, 0], cost[-1, 0], 2001)
+    losses = surface(sizes, 8e10 / np.interp(sizes, cost[:, 0], cost[:, 1]), law)
+    assert 0 < losses.argmin() < 2000
+    for cell in held_out:
+        one, loss = said[cell.id], folder.records()[cell.id]["loss"]
+        assert one["records"] == len(cells) - len(held_out)
+        assert one["value"] == pytest.approx(loss, rel=0.004)
+        assert one["low"] < one["value"] < one["high"]
+        least = one["least"]
+        assert least["loss"]["value"] == pytest.approx(losses.min(), rel=0.004)
+        assert least["loss"]["low"] < least["loss"]["value"] < least["loss"]["high"]
+        assert least["flops"] == pytest.approx(8e10, rel=0.02)
     folder.append({**record, "cell": "before", "loss": 9.0})  # of a run that the file no longer has
     quick = ("--bootstrap", "20", "--json", "-", "--approach")
     found = json.loads(gramian("sweep", "fit", file, *quick, "3").out)["variants"]["all"]
@@ -146,7 +166,8 @@ def test_a_sweep_is_fitted_from_its_records_alone(tmp_path: Path, gramian: Calla
     assert gramian("train", out, "--dry-run").code == 0
     assert gramian("sweep", "report", file, "--bootstrap", "20").code == 0
     page = (folder.path / "report" / "report.html").read_text(encoding="utf-8")
-    assert page.count("<td>1.9000 to 2.1000</td>") == 4
+    for one in (*said.values(), next(iter(said.values()))["least"]["loss"]):
+        assert f"<td>{one['low']:.4f} to {one['high']:.4f}</td>" in page
     shutil.rmtree(folder.path)
     refused = gramian("sweep", "fit", file)
     assert (refused.code, refused.err.count("\n")) == (2, 1)

@@ -182,7 +182,6 @@ def test_a_config_for_a_budget(tmp_path: Path) -> None:
             {"sizes": {"widths": [16, 18], "heads": 2}},
             "'widths' has 18, which is no multiple of 4, for 2 heads of even",
         ),
-        ({"sizes": {"widths": [16], "heads": 2}, "lr": {"transfer": "mup"}}, "'lr.transfer: mup' wants heads of one"),
         ({"sizes": {"widths": [16, 16], "head_dim": 16}}, "'widths' must be different numbers"),
         ({"budgets": {"flops": [1e9], "tokens": [1e5]}}, "give one of flops, tokens_per_parameter and tokens"),
         ({"budgets": {}}, "got none"),

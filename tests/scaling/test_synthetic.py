@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import numpy as np
 import pytest
+from threadpoolctl import threadpool_info, threadpool_limits
 
 from common.errors import UserError
 from scaling.analysis import Settings, analyse, multipliers
@@ -24,6 +26,29 @@ def test_recovers_the_law_without_noise() -> None:
     fit = fit_form(synthetic())
     for name, value in fit.parameters.items():
         assert value == pytest.approx(TRUE[name], rel=1e-5), name
+
+
+def test_fits_take_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the library that multiplies, and leave it as it was."""
+    threads: list[set[int]] = []
+
+    def of_blas() -> set[int]:
+        return {one["num_threads"] for one in threadpool_info() if one["user_api"] == "blas"}
+
+    def recorded(*_: Any) -> tuple[float, np.ndarray]:
+        threads.append(of_blas())
+        return 1.0, np.array([0.0, 0.0, 0.5, 0.3, 0.3])
+
+    with threadpool_limits(2, user_api="blas"):
+        before = of_blas()
+        fit = fit_form(synthetic(), starts=[(0.0, 0.0, 0.5, 0.3, 0.3)])
+        monkeypatch.setattr("scaling.fit.minimise", recorded)
+        monkeypatch.setattr("scaling.intervals.minimise", recorded)
+        fit_form(synthetic())
+        bootstrap(synthetic(), fit, 2)
+        assert before
+        assert of_blas() == before
+    assert {frozenset(seen) for seen in threads} == {frozenset({1})}
 
 
 def test_kaplan_form_is_recovered() -> None:
