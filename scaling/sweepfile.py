@@ -113,7 +113,8 @@ class LrConfig(Config):
     transfer: Literal["none", "mup"] = Field(
         "none",
         description="none: the same at every size; mup: initial values and learning rates by width, so that the best "
-        "stays (Yang et al. 2022, table 3); sets model.mup_base_width and optim.roles.",
+        "stays (Yang et al. 2022, table 3); sets model.mup_base_width, optim.roles and, under sizes.heads, "
+        "model.attention_scale.",
     )
     base_width: int | None = Field(None, ge=1, description="mup: width at which nothing changes; absent: the smallest.")
 

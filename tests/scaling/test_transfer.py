@@ -26,8 +26,8 @@ SWEEP: dict[str, Any] = {
 }
 
 
-def config_of(folder: Path, width: int, transfer: str, optimizer: str) -> TrainingConfig:
-    """A config as a sweep makes it."""
+def config_of(folder: Path, width: int, transfer: str, optimizer: str, **heads: int | None) -> TrainingConfig:
+    """A config as a sweep makes it, with `heads` in place of a width of heads where that is given."""
     optim = {"name": optimizer, "lr": 1e-2, **({"adamw": {"lr": 1e-2}} if optimizer == "muon" else {})}
     base = {
         "model": {"vocab_size": 300, "max_seq_len": 32, "init_std": 0.1},
@@ -35,7 +35,9 @@ def config_of(folder: Path, width: int, transfer: str, optimizer: str) -> Traini
         "optim": optim,
     }
     (folder / "base.yaml").write_text(yaml.safe_dump(base), encoding="utf-8")
-    (folder / "sweep.yaml").write_text(yaml.safe_dump({**SWEEP, "lr": {"transfer": transfer}}), encoding="utf-8")
+    sizes = {**SWEEP["sizes"], **heads, **({"head_dim": None} if heads else {})}
+    tree = {**SWEEP, "sizes": sizes, "lr": {"transfer": transfer}}
+    (folder / "sweep.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
     sweep = load_sweep(folder / "sweep.yaml")
     return load_config(sweep.base_file, size_words(sweep, {}, 1.0, width))
 
@@ -65,9 +67,11 @@ def scales(config: TrainingConfig, steps: int = 10) -> dict[str, float]:
     return {name: float((outputs[name] - first[name]).square().mean().sqrt()) for name in outputs}
 
 
-def slopes(folder: Path, transfer: str, optimizer: str, widths: tuple[int, ...]) -> dict[str, float]:
+def slopes(
+    folder: Path, transfer: str, optimizer: str, widths: tuple[int, ...], **heads: int | None
+) -> dict[str, float]:
     """By what power of the width each scale grows."""
-    measured = [scales(config_of(folder, width, transfer, optimizer)) for width in widths]
+    measured = [scales(config_of(folder, width, transfer, optimizer, **heads)) for width in widths]
     return {
         name: float(np.polyfit(np.log(widths), [math.log(of[name]) for of in measured], 1)[0]) for name in measured[0]
     }
@@ -88,8 +92,22 @@ def test_with_transfer_scales_are_flat_over_widths_and_without_they_are_not(
         assert min(off.values()) > 0.3, off
 
 
-def test_at_the_base_width_nothing_changes(tmp_path: Path) -> None:
-    on, off = (config_of(tmp_path, 64, transfer, "adamw") for transfer in ("mup", "none"))
+def test_scales_are_flat_where_heads_grow(tmp_path: Path) -> None:
+    on = slopes(tmp_path, "mup", "adamw", WIDTHS[:4], heads=4)
+    assert all(abs(slope) < 0.15 for slope in on.values()), on
+
+
+def test_scores_of_heads_that_grow_are_divided_by_their_width(tmp_path: Path) -> None:
+    models = [config_of(tmp_path, width, "mup", "adamw", heads=4).model for width in WIDTHS[:3]]
+    assert [model.d_head for model in models] == [16, 32, 64]
+    assert [model.attention_scale for model in models] == pytest.approx([4 / 16, 4 / 32, 4 / 64])
+    assert config_of(tmp_path, 128, "mup", "adamw").model.attention_scale is None
+
+
+@pytest.mark.parametrize("heads", [{}, {"heads": 4}])
+def test_at_the_base_width_nothing_changes(tmp_path: Path, heads: dict[str, int | None]) -> None:
+    on, off = (config_of(tmp_path, 64, transfer, "adamw", **heads) for transfer in ("mup", "none"))
+    assert on.model.attention_scale in (None, on.model.d_head**-0.5)
     models = [Transformer(config.model) for config in (on, off)]
     assert models[0].initial_values() == models[1].initial_values()
     roles = ("embedding", "head", "hidden_matrix", "vector")
