@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -74,3 +75,16 @@ def test_the_states_are_drawn(tmp_path: Path) -> None:
     ends = {source for source, *_ in script.ARROWS} ^ {target for _, target, *_ in script.ARROWS}
     assert ends == {"done", "bad_input", "fault", "cancelled"}
     assert {name for arrow in script.ARROWS for name in arrow[:2]} == script.STATES.keys()
+
+
+def test_the_evidence_of_the_page_on_killed_jobs() -> None:
+    figures = json.loads((ROOT / "docs" / "evidence" / "slurm.json").read_text(encoding="utf-8"))["figures"]
+    orders = [tuple(event["event"] for event in job["events"]) for job in figures["jobs"]]
+    steps = [event["step"] for job in figures["jobs"] for event in job["events"]]
+    text = " ".join(PAGES["killed"].read_text(encoding="utf-8").split())
+    assert f"{len(orders)} jobs met these 4 in {len(set(orders))} different orders, at steps from" in text
+    assert f"at steps from {min(steps)} to {max(steps)}, and every one ended with the same bits" in text
+    assert {frozenset(order) for order in orders} == {frozenset(orders[0])}
+    assert len(orders[0]) == 4
+    assert (figures["bits_that_differ"], figures["links_of_the_chain_that_differ"]) == (0, 0)
+    assert [job["left_behind"] for job in figures["jobs"]] == [0] * len(orders)
