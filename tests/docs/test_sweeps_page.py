@@ -98,8 +98,8 @@ def cpu() -> list[str]:
     if not found:
         return []
     rows = [
-        "Predicted from the four smaller budgets before the largest one was run, the least loss of that budget and the",
-        "loss of each of its runs, the latter with the noise of a run",
+        "Predicted from the three smaller budgets before the largest one was run, the least loss of that budget and",
+        "the loss of each of its runs, the latter with the noise of a run",
         "([evidence/cpu-isoflop.json](evidence/cpu-isoflop.json), written by `make verify` in "
         f"{found['minutes']:.0f} minutes):",
         "",
