@@ -16,6 +16,7 @@ from common.files import atomic_write
 from launch.sweep_fit import Source
 from launch.sweep_told import Line, Rows, between, told, with_interval
 from scaling.analysis import Analysis, Settings, analyse_variants, multipliers
+from scaling.isoflop import Vertex
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1f2428; max-width: 64rem; margin: 2rem auto; padding: 0 1rem }
@@ -100,7 +101,8 @@ def _held_out(
             refused[one["variant"]] = one["refused"]
             continue
         if "least" in one:
-            least[one["variant"]] = _least(one["variant"], one["least"], analyses.get(one["variant"]))
+            found = analyses[one["variant"]].vertices if one["variant"] in analyses else []
+            least[one["variant"]] = _least(one["variant"], one["least"], found)
         loss = records.get(cell, {}).get("loss")
         outcome = ("not run", "") if loss is None else (f"{loss:.4f}", f"{one['value'] / loss - 1:+.2%}")
         interval = between(one["low"], one["high"], ".4f")
@@ -112,14 +114,10 @@ def _held_out(
     return "".join(["<h2>The largest budget, predicted before it was run</h2>", *lines, *tables])
 
 
-def _least(name: str, said: dict[str, Any], analysis: Analysis | None) -> tuple[str, ...]:
+def _least(name: str, said: dict[str, Any], vertices: list[Vertex]) -> tuple[str, ...]:
     """The prediction of a budget's least loss beside that of the parabola through its runs."""
     loss = said["loss"]
-    found = (
-        [v.loss for v in analysis.vertices if v.usable and np.isclose(v.flops, said["flops"], rtol=0.05)]
-        if analysis
-        else []
-    )
+    found = [v.loss for v in vertices if v.usable and np.isclose(v.flops, said["flops"], rtol=0.05)]
     outcome = (f"{found[0]:.4f}", f"{loss['value'] / found[0] - 1:+.2%}") if found else ("not known", "")
     return (name or "all", f"{loss['value']:.4f}", between(loss["low"], loss["high"], ".4f"), *outcome)
 

@@ -157,19 +157,19 @@ def predict_held_out(
         of_variant = [cell for cell in cells if cell.variant == name]
         common: dict[str, Any] = {"variant": name, "records": len(points), "time": round(time.time(), 3)}
         try:
-            surface = analyse(points.take(points.variant == name), Settings("3")).surfaces["hoffmann"]
+            analysis = analyse(points.take(points.variant == name), Settings("3"))
         except UserError as error:
             said |= {cell.id: {**common, "refused": str(error)} for cell in of_variant}
             console.print(f"predict  {name or 'largest budget'} refused: {error}", markup=False)
             continue
         sizes, flops = np.array([cell.counted(sweep.counting) for cell in of_variant], dtype=float).T
         tokens = np.array([cell.tokens for cell in of_variant], dtype=float)
-        least = optimum(points.take(points.variant == name), surface.draws, float(np.median(flops)), of_run=False)
+        draws = analysis.surfaces["hoffmann"].draws
+        least = optimum(analysis.best, draws, float(np.median(flops)), of_run=False)
         common["least"] = plain_optimum(least)
-        console.print(
-            f"predict  {name or 'largest budget'}: least loss {with_interval(least.loss, '.4f')}", markup=False
-        )
-        for cell, one in zip(of_variant, losses_at(surface.draws, sizes, tokens), strict=True):
+        told = with_interval(least.loss, ".4f")
+        console.print(f"predict  {name or 'largest budget'}: least loss {told}", markup=False)
+        for cell, one in zip(of_variant, losses_at(draws, sizes, tokens), strict=True):
             said[cell.id] = {**common, **one.plain()}
             console.print(f"predict  {cell.name}: loss {with_interval(one, '.4f')}", markup=False)
     atomic_write(folder.prediction_file, json.dumps(said, indent=1) + "\n")

@@ -16,7 +16,9 @@ from trainer.config import RunConfig
 class SizesConfig(Config):
     """A family of models that differ in width, and in all that follows from it by a rule."""
 
-    widths: list[int] = Field(description="`model.d_model` of each size, each a multiple of head_dim.")
+    widths: list[int] = Field(
+        description="`model.d_model` of each size, each a multiple of head_dim, or of twice `heads`."
+    )
     head_dim: int | None = Field(
         None,
         ge=2,
@@ -47,20 +49,16 @@ class SizesConfig(Config):
             raise ValueError(f"'widths' must be different numbers, got {self.widths}")
         if self.heads is not None and self.head_dim is not None:
             raise ValueError("'heads' and 'head_dim' both say how many heads there are; remove one of them")
+        of = f"{self.step}, for {self.heads} heads of even width" if self.heads else f"head_dim={self.step}"
         for width in self.widths:
             if width < 1 or width % self.step:
-                of = (
-                    f"head_dim={self.step}"
-                    if self.heads is None
-                    else f"{self.step}, for {self.heads} heads of even width"
-                )
                 raise ValueError(f"'widths' has {width}, which is no multiple of {of}")
         return self
 
     @property
     def step(self) -> int:
         """What widths are multiples of."""
-        return self.head_dim or 64 if self.heads is None else 2 * self.heads
+        return 2 * self.heads if self.heads else self.head_dim or 64
 
     def model(self, width: int) -> dict[str, Any]:
         """The `model` keys of one width."""

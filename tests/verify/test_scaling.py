@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 import time
@@ -74,11 +73,7 @@ def test_coverage_and_times() -> None:
 
 
 def test_cpu_sweep(tmp_path: Path) -> None:
-    """Killed in the middle and run again; the held-out budget's least loss was predicted within 1% and to 2%.
-
-    Its runs' own losses have the noise of a run, which the intervals of their predictions count in: of eight, the
-    median is within 1%.
-    """
+    """Killed in the middle and run again; what is held out was predicted, within 1% and to less than 2%."""
     place = Path(os.environ.get("GRAMIAN_RUNS") or tmp_path)
     tree = read_tree(ROOT / "configs" / "sweeps" / "cpu-isoflop.yaml")
     tree |= {"dir": str(place), "base": str(ROOT / "configs" / "cpu-bytes.yaml")}
@@ -135,4 +130,6 @@ def test_cpu_sweep(tmp_path: Path) -> None:
         loss = budget["loss"]
         assert abs(loss["value"] / budget["observed"] - 1) <= 0.01, budget
         assert (loss["high"] - loss["low"]) / 2 / loss["value"] <= 0.02, budget
-    assert statistics.median(abs(run["value"] / run["observed"] - 1) for run in held_out) <= 0.01
+    for run in held_out:
+        assert abs(run["value"] / run["observed"] - 1) <= 0.01, run
+        assert (run["high"] - run["low"]) / 2 / run["value"] <= 0.02, run

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.docs.test_docs import ROOT
+from launch import ROOT
 from tests.gang import Gang
 from tests.killing import assert_same_end
 from tests.launch.slurm.cluster import Cluster
